@@ -1,0 +1,370 @@
+"""ISOPO on a model: plan which layer takes which rule, put the layers in place, keep the running statistics."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import nn
+
+from .geometry.coefficients import Rule
+from .geometry.running import RunningStatistics
+from .geometry.sequences import Sequences, draw_samples
+from .geometry.statistics import scalar_dtype
+from .layers import KINDS, Layer, LMHeadLayer, Unsupported
+from .microbatch import Microbatch
+
+
+_ADVICE = (
+    "Freeze them (`parameter.requires_grad_(False)`), or train with LoRA on the linear layers "
+    "(`peft_config=LoraConfig(target_modules='all-linear')`)."
+)
+
+
+class ISOPO:
+    """
+    ISOPO attached to a model, for a training loop of one's own; [`ISOPOTrainer`] uses the same object.
+
+    While a microbatch is under way, every trained layer's backward returns `sum_s c_s V_s` in place of `sum_s V_s`:
+    `V_s` is the gradient of the loss over sequence `s`, which must not contain the advantage, and `c_s` comes from the
+    rule and the advantage. Everything else (accumulation, clipping, DDP, FSDP2, checkpointing) works as before.
+
+    Example:
+
+    ```python
+    isopo = ISOPO(model, rule="fisher")
+    for batch in batches:
+        optimizer.zero_grad()
+        with isopo.microbatch(batch["advantages"], attention_mask=batch["attention_mask"]):
+            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            logps = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+            loss = -(logps * batch["completion_mask"][:, 1:]).sum()  # without the advantages
+            loss.backward()
+        isopo.step()  # once per optimizer step
+        optimizer.step()
+    ```
+
+    Args:
+        model (`nn.Module`):
+            Model to train, before it is wrapped for distributed training. Parameters that do not require a gradient
+            are left alone; every other must belong to a supported layer.
+        rule, fisher_power, norm_power, relative_power, regularization, keep_small, scale:
+            See [`ISOPOConfig`].
+        regularization_decay (`float`, *optional*, defaults to `0.9`):
+            See [`ISOPOConfig`].
+        fisher_samples (`int`, *optional*, defaults to `64`):
+            See [`ISOPOConfig`].
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the stream from which the sampled positions are drawn. The global random stream is not touched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: str = "fisher",
+        *,
+        fisher_power: float | None = None,
+        norm_power: float | None = None,
+        relative_power: float | None = None,
+        regularization: float | None = None,
+        regularization_decay: float = 0.9,
+        keep_small: bool = False,
+        fisher_samples: int = 64,
+        scale: str = "relative",
+        seed: int = 0,
+    ):
+        self.rule = Rule(
+            name=rule,
+            fisher_power=fisher_power,
+            norm_power=norm_power,
+            relative_power=relative_power,
+            regularization=regularization,
+            keep_small=keep_small,
+            scale=scale,
+        )
+        check_settings(regularization_decay, fisher_samples)
+        self.regularization_decay = regularization_decay
+        self.fisher_samples = fisher_samples
+        self.seed = seed
+        self.current: Microbatch | None = None
+        self._draws = 0
+        self._verified = False
+        self._running: RunningStatistics | None = None
+        self._loaded: dict[str, Any] | None = None
+        self.layers = _plan(self, model)
+        self._head = next((layer for layer in self.layers if isinstance(layer, LMHeadLayer)), None)
+        for layer in self.layers:
+            layer.attach()
+
+    def detach(self) -> None:
+        """Give the model its own layers back."""
+        self.abort()
+        for layer in self.layers:
+            layer.detach()
+
+    # One microbatch
+
+    @contextmanager
+    def microbatch(self, advantages: torch.Tensor, **kwargs: Any) -> Iterator[Microbatch]:
+        """
+        Context in which a microbatch's forward and backward run; see [`begin`] for the arguments.
+        """
+        microbatch = self.begin(advantages, **kwargs)
+        try:
+            yield microbatch
+        except BaseException:
+            self.abort()
+            raise
+        self.end()
+
+    def begin(
+        self,
+        advantages: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        sequence_ids: torch.Tensor | None = None,
+        completion_mask: torch.Tensor | None = None,
+        loss_scale: float = 1.0,
+    ) -> Microbatch:
+        """
+        Begin a microbatch: from here to [`end`], backward passes are ISOPO's.
+
+        Args:
+            advantages (`torch.Tensor`):
+                `[m]`, one per sequence. Negative values are fine: the coefficient carries the sign.
+            attention_mask (`torch.Tensor`, *optional*):
+                `[B, T]`, for one sequence a row: nonzero at real positions, from which the Fisher samples are drawn.
+            sequence_ids (`torch.Tensor`, *optional*):
+                `[B, T]`, in place of the mask where rows hold several sequences: the sequence `0 .. m - 1` of each
+                position, `-1` for padding.
+            completion_mask (`torch.Tensor`, *optional*):
+                `[B, C]`, only for models with TRL's fused LM head: which of the last `C` tokens are scored.
+            loss_scale (`float`, *optional*, defaults to `1.0`):
+                Constant that the loss is multiplied by and that may change from step to step, such as one over the
+                number of accumulated microbatches.
+        """
+        if (attention_mask is None) == (sequence_ids is None):
+            raise ValueError("Give either `attention_mask` (one sequence a row) or `sequence_ids`.")
+        positions = attention_mask if attention_mask is not None else sequence_ids
+        assert positions is not None
+        if positions.dim() != 2:
+            raise ValueError(f"Positions must have shape [B, T], got {list(positions.shape)}.")
+        B, T = positions.shape
+        if advantages.dim() != 1 or (attention_mask is not None and len(advantages) != B):
+            raise ValueError(
+                f"ISOPO takes one advantage per sequence, {B} here, got shape {list(advantages.shape)}. Per-token "
+                "advantages are not supported: put token weights into the loss, and one advantage per sequence here."
+            )
+        if attention_mask is not None:
+            sequences, real = Sequences.regular(B, T), attention_mask != 0
+        else:
+            sequences, real = Sequences.from_ids(positions.reshape(-1), len(advantages)), positions >= 0
+        samples = None
+        if self.rule.needs.overlap:
+            # The draw is a function of (seed, microbatch number over all ranks): nothing but a counter to save
+            world, rank = _world()
+            seed = (self.seed * 1_000_003 + self._draws * world + rank) % 2**63
+            samples = draw_samples(real, self.fisher_samples, seed)
+        self._draws += 1
+        self._fold()
+        self.current = Microbatch(
+            shape=(B, T),
+            sequences=sequences,
+            samples=samples,
+            advantages=advantages.detach(),
+            rule=self.rule,
+            running=self.running(advantages.device),
+            loss_scale=loss_scale,
+            scored=completion_mask,
+        )
+        if self._head is not None:
+            _install_head(self._head)
+        return self.current
+
+    def end(self) -> None:
+        """End the microbatch. The first one verifies that its backward reached every planned layer exactly once."""
+        microbatch = self.current
+        self._fold()
+        if microbatch is not None and not self._verified and any(microbatch.reached):
+            self._verify(microbatch.reached)
+            self._verified = True
+
+    def abort(self) -> None:
+        """Forget the microbatch under way."""
+        self.current = None
+        _uninstall_head()
+
+    def _fold(self) -> None:
+        microbatch, self.current = self.current, None
+        _uninstall_head()
+        if microbatch is not None and any(microbatch.reached):
+            self.running(microbatch.record.device).add(microbatch.record)
+
+    def _verify(self, reached: list[int]) -> None:
+        wrong = [(layer, times) for layer, times in zip(self.layers, reached, strict=True) if times != 1]
+        if wrong:
+            listed = "; ".join(f"{', '.join(_names(layer))}: {times} times" for layer, times in wrong[:10])
+            more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+            raise RuntimeError(
+                "The backward pass must reach every trained layer exactly once, but reached " + listed + more + ". "
+                "Zero means that the layer took no part in the loss, or that something else replaced its forward; "
+                "more than one, that it is shared between places of the model. " + _ADVICE
+            )
+
+    # One optimizer step
+
+    def step(self) -> dict[str, float]:
+        """
+        Close an optimizer step: update the running statistics over all its microbatches and ranks, and return the
+        step's figures (see the documentation of the metrics). Call on every rank, after the last backward.
+        """
+        self._fold()
+        if self._running is None:
+            raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
+        self._running.step()
+        return self._running.metrics()
+
+    def running(self, device: torch.device) -> RunningStatistics:
+        """The running statistics, made on first use on the device of the data."""
+        if self._running is None:
+            self._running = RunningStatistics(
+                len(self.layers), self.regularization_decay, self.rule.needs, device, scalar_dtype(device)
+            )
+            if self._loaded is not None:
+                self._running.load_state_dict(self._loaded)
+                self._loaded = None
+        return self._running
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Running statistics and the place in the sample stream; the same on every rank."""
+        running = self._running.state_dict() if self._running is not None else self._loaded
+        return {
+            "layers": [name for layer in self.layers for name in _names(layer)],
+            "rule": repr(self.rule),
+            "draws": self._draws,
+            "running": running,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what [`state_dict`] returned; refuses the state of another model or rule."""
+        own = self.state_dict()
+        if state["layers"] != own["layers"]:
+            difference = sorted(set(state["layers"]) ^ set(own["layers"]))[:6]
+            raise ValueError(
+                "The saved ISOPO statistics belong to other trained parameters (they differ in "
+                f"{', '.join(difference) or 'order'}): resume with the same model and the same trained parameters."
+            )
+        if state["rule"] != own["rule"]:
+            raise ValueError(
+                f"The saved ISOPO statistics belong to {state['rule']}, but the run is configured with {own['rule']}: "
+                "resume with the saved settings, or start a new run from the saved weights."
+            )
+        self._draws = state["draws"]
+        if self._running is not None and state["running"] is not None:
+            self._running.load_state_dict(state["running"])
+        else:
+            self._loaded = state["running"]
+
+    # Coverage
+
+    def coverage(self, sequences: int = 8, length: int = 1024) -> list[dict[str, Any]]:
+        """
+        Which rule and strategy each trained parameter gets in microbatches of `sequences` sequences of `length`
+        positions: a list of rows `parameter`, `shape`, `rule`, `strategy`.
+        """
+        samples = min(self.fisher_samples, sequences * length) if self.rule.needs.overlap else 0
+        return [
+            {
+                "parameter": f"{layer.name}.{name}",
+                "shape": tuple(layer.module.get_parameter(name).shape),
+                "rule": layer.kind,
+                "strategy": layer.strategy(sequences, length, samples, self.rule.needs),
+            }
+            for layer in self.layers
+            for name in layer.parameters
+        ]
+
+    def print_coverage(self, sequences: int = 8, length: int = 1024) -> None:
+        """Print [`coverage`] as a table."""
+        rows = [("parameter", "shape", "rule", "strategy")]
+        rows += [
+            (row["parameter"], " x ".join(map(str, row["shape"])), row["rule"], row["strategy"])
+            for row in self.coverage(sequences, length)
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def check_settings(regularization_decay: float, fisher_samples: int) -> None:
+    """Raise if a setting that is not part of the rule is out of range."""
+    if not 0 <= regularization_decay < 1:
+        raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
+    if fisher_samples < 1 or int(fisher_samples) != fisher_samples:
+        raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
+
+
+def _world() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return 1, 0
+
+
+def _names(layer: Layer) -> list[str]:
+    return [f"{layer.name}.{name}" for name in layer.parameters]
+
+
+def _plan(isopo: ISOPO, model: nn.Module) -> list[Layer]:
+    """A layer for every module that has trained parameters of its own; refuses the others by name."""
+    head = _output_embeddings(model)
+    layers: list[Layer] = []
+    refused: list[str] = []
+    for name, module in model.named_modules():
+        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if not trainable:
+            continue
+        kinds = (LMHeadLayer,) if module is head else KINDS
+        try:
+            kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
+            reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
+        except Unsupported as error:
+            kind, reason = None, str(error)
+        if kind is None:
+            refused += [f"{name}.{n} ({reason})" for n in trainable]
+        else:
+            layers.append(kind(isopo, module, name, len(layers)))
+    if refused:
+        more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
+        raise ValueError("ISOPO cannot train " + "; ".join(refused[:8]) + more + ". " + _ADVICE)
+    if not layers:
+        raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
+    return layers
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None and hasattr(head, "modules_to_save"):  # PEFT's trained copy
+        head = next((m for m in head.modules_to_save.values() if any(p.requires_grad for p in m.parameters())), head)
+    return head
+
+
+class _Dispatch:
+    """Stands in the place where TRL looks up its fused head's function."""
+
+    def __init__(self, head: LMHeadLayer):
+        self.apply = head.fused
+
+
+def _install_head(head: LMHeadLayer) -> None:
+    setattr(trl_utils, _PLACE, _Dispatch(head))
+
+
+def _uninstall_head() -> None:
+    setattr(trl_utils, _PLACE, _TRL_FUNCTION)
+
+
+_PLACE = "_ChunkedLogProbFunction"
+_TRL_FUNCTION = getattr(trl_utils, _PLACE)

@@ -1,0 +1,124 @@
+"""Which row belongs to which sequence, and at which rows the Fisher metric is sampled."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """
+    Assignment of `N` rows to `count` sequences.
+
+    Two layouts. *Regular*: row `s * length + t` is position `t` of sequence `s`, the layout of a padded batch
+    `[B, T]`; padding rows count as their sequence's (their cotangent is zero). *Indexed*: `index` `[count, length]`
+    names the rows of each sequence, `-1` where there is none, the layout of packed sequences.
+
+    Args:
+        count (`int`): number of sequences, m.
+        length (`int`): largest number of rows of a sequence, T.
+        rows (`int`): number of rows, N.
+        index (`torch.Tensor`, *optional*): `[m, T]`, `None` for the regular layout.
+        ids (`torch.Tensor`, *optional*): `[N]`, the sequence of each row or `-1`; `None` for the regular layout.
+    """
+
+    count: int
+    length: int
+    rows: int
+    index: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+    @classmethod
+    def regular(cls, count: int, length: int) -> "Sequences":
+        """Sequences that are the rows of a `[count, length]` batch."""
+        return cls(count=count, length=length, rows=count * length)
+
+    @classmethod
+    def from_index(cls, index: torch.Tensor, rows: int) -> "Sequences":
+        """Sequences whose rows are listed in `index` `[m, T]`, `-1` where a sequence has no more rows."""
+        count, length = index.shape
+        ids = torch.full((rows + 1,), -1, dtype=torch.long, device=index.device)
+        owner = torch.arange(count, device=index.device).unsqueeze(1).expand_as(index)
+        # Absent entries all write to the spare last slot
+        ids = ids.scatter(0, torch.where(index < 0, rows, index).reshape(-1), owner.reshape(-1))[:rows]
+        return cls(count=count, length=length, rows=rows, index=index, ids=ids)
+
+    @classmethod
+    def from_ids(cls, ids: torch.Tensor, count: int) -> "Sequences":
+        """Sequences given by the sequence number of each row, `ids` `[N]`, `-1` for rows of no sequence."""
+        rows = ids.numel()
+        ids = ids.reshape(-1).long()
+        lengths = torch.bincount(ids.clamp(min=-1) + 1, minlength=count + 1)[1:]
+        length = max(int(lengths.max()), 1)
+        order = torch.argsort(ids, stable=True)
+        order = order[rows - int(lengths.sum()) :]  # rows of no sequence sort first
+        owner = ids[order]
+        starts = lengths.cumsum(0) - lengths
+        place = torch.arange(order.numel(), device=ids.device) - starts[owner]
+        index = torch.full((count, length), -1, dtype=torch.long, device=ids.device)
+        index[owner, place] = order
+        return cls(count=count, length=length, rows=rows, index=index, ids=ids)
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows by sequence, `[N, ...]` -> `[m, T, ...]`, zero where a sequence has no row."""
+        if self.index is None:
+            return x.reshape(self.count, self.length, *x.shape[1:])
+        present = (self.index >= 0).reshape(self.count, self.length, *[1] * (x.dim() - 1))
+        return x[self.index.clamp(min=0)] * present.to(x.dtype)
+
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the rows of each sequence along the last dimension, `[..., N]` -> `[..., m]`."""
+        if self.index is None:
+            return x.reshape(*x.shape[:-1], self.count, self.length).sum(-1)
+        return (x[..., self.index.clamp(min=0)] * (self.index >= 0).to(x.dtype)).sum(-1)
+
+    def spread(self, c: torch.Tensor) -> torch.Tensor:
+        """Each row's sequence value, `[m]` -> `[N, 1]`, zero for rows of no sequence."""
+        if self.ids is None:
+            return c.unsqueeze(1).expand(self.count, self.length).reshape(-1, 1)
+        return torch.where(self.ids < 0, c.new_zeros(()), c[self.ids.clamp(min=0)]).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """
+    The positions `j` at which the Fisher metric is taken.
+
+    Args:
+        rows (`torch.Tensor`): `[n]`, row numbers.
+        present (`torch.Tensor`): `[n]`, whether the entry is a position at all: a batch may have fewer real positions
+            than samples were asked for.
+    """
+
+    rows: torch.Tensor
+    present: torch.Tensor
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The sampled rows of `x`, `[N, ...]` -> `[n, ...]`, zero where the sample is absent."""
+        present = self.present.reshape(-1, *[1] * (x.dim() - 1))
+        return torch.where(present, x[self.rows], x.new_zeros(()))
+
+    def moved(self, row_of: torch.Tensor) -> "Samples":
+        """The same positions where rows are numbered differently: `row_of` `[N]` is the new number, or `-1`."""
+        rows = row_of[self.rows]
+        return Samples(rows=rows.clamp(min=0), present=self.present & (rows >= 0))
+
+
+def draw_samples(real: torch.Tensor, number: int, seed: int) -> Samples:
+    """
+    Draw `number` of the real positions without replacement (all of them if there are fewer).
+
+    Draws from a generator of its own, so that the global random stream is untouched, and never looks at the mask on
+    the host.
+
+    Args:
+        real (`torch.Tensor`): `[N]`, true at positions that are not padding.
+        number (`int`): how many to draw, n.
+        seed (`int`): seed of this draw.
+    """
+    real = real.reshape(-1).bool()
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.rand(real.numel(), generator=generator, dtype=torch.float64).to(torch.float32).to(real.device)
+    keys = keys.masked_fill(~real, -1.0)
+    values, rows = keys.topk(min(number, real.numel()))
+    return Samples(rows=rows, present=values >= 0)

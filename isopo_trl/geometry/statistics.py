@@ -1,0 +1,310 @@
+r"""
+The statistics of each sequence's gradient at one layer: overlaps with sampled positions, Euclidean norm, NTK.
+
+Rows, sequences and samples are as the package's opening page defines them. A position's gradient is the outer product
+`g_t phi(a_t)^T` with `phi(a) = a` for a linear layer, `(a, 1)` with a bias, and a one-hot vector for an embedding; so
+every statistic is a sum over pairs of positions of `(g_i . g_j) k(a_i, a_j)` with the kernel `k(a, b) = phi(a) .
+phi(b)`:
+
+    overlap_js = <g_j phi(a_j)^T, V_s> = sum_{t in s} (g_j . g_t) k(a_j, a_t)
+    norm_s^2   = |V_s|^2               = sum_{t, t' in s} (g_t . g_t') k(a_t, a_t')
+    ntk_ij     = <V_i, V_j>
+
+`ghost_statistics` evaluates these sums; `VStatistics` takes them from explicit `V_s`, whole or in blocks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .cost import KEPT_LIMIT, Needs, Strategy, block_rows
+from .sequences import Samples, Sequences
+
+
+# Sampled positions (or rows of a Gram matrix) handled at once
+_ROWS_AT_ONCE = 256
+
+
+@dataclass
+class Statistics:
+    """
+    Args:
+        overlap (`torch.Tensor`, *optional*): `[n, m]`, `<gradient of position j, V_s>`.
+        sample_norm (`torch.Tensor`, *optional*): `[n]`, squared norm of position j's gradient, `|g_j|^2 k(a_j, a_j)`.
+        norm (`torch.Tensor`, *optional*): `[m]`, `|V_s|^2`.
+        ntk (`torch.Tensor`, *optional*): `[m, m]`, `<V_i, V_j>`.
+    """
+
+    overlap: torch.Tensor | None = None
+    sample_norm: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    ntk: torch.Tensor | None = None
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 where the operands are float64 already."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`x @ y` (matrices or batches of them), accumulated and returned in float32 or better."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    if dtype in (torch.bfloat16, torch.float16) and x.is_cuda:
+        multiply = torch.mm if x.dim() == 2 else torch.bmm
+        return multiply(x.to(dtype), y.to(dtype), out_dtype=torch.float32)
+    dtype = accumulation_dtype(dtype)
+    return x.to(dtype) @ y.to(dtype)
+
+
+class Inputs(Protocol):
+    """The `a` side of a layer: its kernel `k` between rows."""
+
+    def sampled(self, samples: Samples) -> torch.Tensor: ...
+
+    def with_all(self, rows: torch.Tensor) -> torch.Tensor:
+        """`k` between `rows` `[n]` and every row, `[n, N]`."""
+        ...
+
+    def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
+        """`k` between positions `rows` of each sequence and all positions of it, `[m, r, T]`."""
+        ...
+
+    def diagonal(self, rows: torch.Tensor) -> torch.Tensor:
+        """`k(a_j, a_j)`, `[n]`."""
+        ...
+
+
+@dataclass
+class DenseInputs:
+    """Inputs of a linear layer, `a` `[N, d]`; `bias` adds the input that is always 1."""
+
+    a: torch.Tensor
+    bias: bool = False
+
+    def sampled(self, samples: Samples) -> torch.Tensor:
+        return _with_ones(samples.of(self.a), self.bias)
+
+    def with_all(self, rows: torch.Tensor) -> torch.Tensor:
+        return product(self.a[rows], self.a.t()) + float(self.bias)
+
+    def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
+        a = sequences.padded(self.a)
+        return product(a[:, rows], a.transpose(1, 2)) + float(self.bias)
+
+    def diagonal(self, rows: torch.Tensor) -> torch.Tensor:
+        a = self.a[rows].to(accumulation_dtype(self.a.dtype))
+        return a.square().sum(-1) + float(self.bias)
+
+
+@dataclass
+class OneHotInputs:
+    """Inputs of an embedding, `ids` `[N]`."""
+
+    ids: torch.Tensor
+
+    def sampled(self, samples: Samples) -> torch.Tensor:
+        raise TypeError("one-hot inputs are only used through their kernel")
+
+    def with_all(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.ids[rows].unsqueeze(1) == self.ids.unsqueeze(0)
+
+    def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
+        ids = sequences.padded(self.ids)
+        return ids[:, rows].unsqueeze(2) == ids.unsqueeze(1)
+
+    def diagonal(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.ones(rows.shape, device=rows.device)
+
+
+def _with_ones(x: torch.Tensor, bias: bool) -> torch.Tensor:
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1) if bias else x
+
+
+def sample_norm(g_samples: torch.Tensor, inputs: Inputs, samples: Samples) -> torch.Tensor:
+    """`|g_j|^2 k(a_j, a_j)`, `[n]`; zero for absent samples, whose `g_j` is zero."""
+    g_samples = g_samples.to(accumulation_dtype(g_samples.dtype))
+    return g_samples.square().sum(-1) * inputs.diagonal(samples.rows)
+
+
+def overlap_of_products(gram_g: torch.Tensor, gram_a: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """`sum_{t in s} (g_j . g_t) k(a_j, a_t)` from the two Gram matrices `[n, N]` -> `[n, m]`."""
+    return sequences.sums(gram_g * gram_a)
+
+
+def ghost_statistics(
+    g: torch.Tensor, inputs: Inputs, sequences: Sequences, samples: Samples | None, needs: Needs
+) -> Statistics:
+    """
+    Statistics from products between rows; no per-sequence gradient is formed.
+
+    Args:
+        g (`torch.Tensor`): `[N, p]` cotangents.
+        inputs ([`DenseInputs`] or [`OneHotInputs`]): the other side.
+        sequences ([`Sequences`]): m sequences over the N rows.
+        samples ([`Samples`], *optional*): needed for the overlap.
+        needs ([`Needs`]): what to compute.
+    """
+    result = Statistics()
+    if needs.overlap:
+        assert samples is not None
+        g_samples = samples.of(g)
+        result.sample_norm = sample_norm(g_samples, inputs, samples)
+        parts = [
+            overlap_of_products(product(g_part, g.t()), inputs.with_all(rows), sequences)
+            for g_part, rows in zip(g_samples.split(_ROWS_AT_ONCE), samples.rows.split(_ROWS_AT_ONCE), strict=True)
+        ]
+        result.overlap = torch.cat(parts)
+    if needs.ntk:
+        result.ntk = _ghost_ntk(g, inputs, sequences)
+        if needs.norm:
+            result.norm = result.ntk.diagonal()
+    elif needs.norm:
+        result.norm = _ghost_norm(g, inputs, sequences)
+    return result
+
+
+def _ghost_norm(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
+    m, T = sequences.count, sequences.length
+    g = sequences.padded(g)
+    step = max(1, KEPT_LIMIT // (m * T))
+    norm = torch.zeros(m, device=g.device, dtype=accumulation_dtype(g.dtype))
+    for start in range(0, T, step):
+        rows = slice(start, start + step)
+        norm += (product(g[:, rows], g.transpose(1, 2)) * inputs.within(sequences, rows)).sum((1, 2))
+    return norm
+
+
+def _ghost_ntk(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
+    # Row by row: [rows, N] products, summed over the columns of each sequence, then over the rows of each
+    parts = [
+        overlap_of_products(product(g[rows], g.t()), inputs.with_all(rows), sequences)
+        for rows in torch.arange(sequences.rows, device=g.device).split(_ROWS_AT_ONCE)
+    ]
+    return sequences.sums(torch.cat(parts).t())
+
+
+class VStatistics:
+    """
+    Statistics from explicit per-sequence gradients, given whole or in blocks of output rows.
+
+    Call `add(V, g_samples)` once a block, with `V` `[m, b, d]` the rows `b` of every `V_s` and `g_samples` `[n, b]`
+    the same outputs of the sampled cotangents.
+
+    Args:
+        needs ([`Needs`]): what to compute.
+        a_samples (`torch.Tensor`, *optional*): `[n, d]`, `phi(a_j)`; needed for the overlap.
+    """
+
+    def __init__(self, needs: Needs, a_samples: torch.Tensor | None):
+        self.needs = needs
+        self.a_samples = a_samples
+        self.result = Statistics()
+
+    def add(self, V: torch.Tensor, g_samples: torch.Tensor | None) -> None:
+        m, b, d = V.shape
+        if self.needs.overlap:
+            assert self.a_samples is not None and g_samples is not None
+            # g_j . (V_s phi(a_j)): [m * b, d] @ [d, n]
+            Va = product(V.reshape(m * b, d), self.a_samples.to(V.dtype).t()).view(m, b, -1)
+            self._accumulate("overlap", (Va * g_samples.to(V.dtype).t()).sum(1).t())
+        if self.needs.ntk:
+            flat = V.reshape(m, b * d)
+            self._accumulate("ntk", flat @ flat.t())
+        if self.needs.norm:
+            self._accumulate("norm", V.square().sum((1, 2)))
+
+    def _accumulate(self, name: str, value: torch.Tensor) -> None:
+        total = getattr(self.result, name)
+        setattr(self.result, name, value if total is None else total + value)
+
+
+def sequence_gradients(
+    g: torch.Tensor, a: torch.Tensor, bias: bool, sequences: Sequences, rows: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """
+    `V_s` of every sequence, in blocks of `rows` outputs: yields the block and `V` `[m, rows, d]` (`d + 1` with a bias,
+    whose gradient is the last column).
+    """
+    g_padded = sequences.padded(g).transpose(1, 2)
+    a_padded = _with_ones(sequences.padded(a), bias)
+    for start in range(0, g.shape[1], rows):
+        block = slice(start, start + rows)
+        yield block, product(g_padded[:, block], a_padded)
+
+
+def linear_statistics(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    sequences: Sequences,
+    samples: Samples | None,
+    needs: Needs,
+    strategy: Strategy,
+) -> tuple[Statistics, torch.Tensor | None]:
+    """
+    Statistics of a linear layer by the chosen strategy, and `V` `[m, p, d (+1)]` where the strategy keeps it.
+
+    Args:
+        g (`torch.Tensor`): `[N, p]` cotangents.
+        a (`torch.Tensor`): `[N, d]` inputs.
+        bias (`bool`): whether a trainable bias takes part.
+        sequences, samples, needs: as for [`ghost_statistics`].
+        strategy (`str`): `"ghost"`, `"kept"` or `"blocks"`, see [`~geometry.cost.choose_strategy`].
+    """
+    inputs = DenseInputs(a, bias)
+    if strategy == "ghost":
+        return ghost_statistics(g, inputs, sequences, samples, needs), None
+    g_samples = samples.of(g) if samples is not None and needs.overlap else None
+    a_samples = inputs.sampled(samples) if samples is not None and needs.overlap else None
+    statistics = VStatistics(needs, a_samples)
+    rows = g.shape[1] if strategy == "kept" else block_rows(sequences.count, a.shape[1] + bias)
+    V = None
+    for block, V in sequence_gradients(g, a, bias, sequences, rows):
+        statistics.add(V, None if g_samples is None else g_samples[:, block])
+    if g_samples is not None and samples is not None:
+        statistics.result.sample_norm = sample_norm(g_samples, inputs, samples)
+    return statistics.result, V if strategy == "kept" else None
+
+
+def elementwise_statistics(
+    v: torch.Tensor, sequences: Sequences, samples: Samples | None, needs: Needs
+) -> tuple[Statistics, torch.Tensor]:
+    """
+    Statistics of an elementwise parameter (the scale or shift of a norm) and its `V` `[m, d]`.
+
+    Args:
+        v (`torch.Tensor`): `[N, d]`, the parameter's gradient at each position.
+        sequences, samples, needs: as for [`ghost_statistics`].
+    """
+    V = sequences.padded(v).to(accumulation_dtype(v.dtype)).sum(1)
+    result = Statistics()
+    if needs.overlap:
+        assert samples is not None
+        v_samples = samples.of(v).to(V.dtype)
+        result.overlap = v_samples @ V.t()
+        result.sample_norm = v_samples.square().sum(-1)
+    if needs.ntk:
+        result.ntk = V @ V.t()
+    if needs.norm:
+        result.norm = V.square().sum(-1)
+    return result, V
+
+
+def fisher_norm(overlap: torch.Tensor, sample_norm: torch.Tensor) -> torch.Tensor:
+    """
+    `F_s = sqrt(sum_j overlap_js^2 / sum_j |gradient_j|^2)`, `[m]`, in float64 where the device has it.
+
+    Sampled positions whose gradient is not finite say nothing about the other sequences and are left out.
+    """
+    dtype = scalar_dtype(overlap.device)
+    finite = torch.isfinite(sample_norm)
+    weight = torch.where(finite, sample_norm, 0).to(dtype).sum()
+    squares = torch.where(finite.unsqueeze(1), overlap, 0).to(dtype).square().sum(0)
+    return torch.where(weight > 0, squares / weight, squares).sqrt()
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """What the few numbers per sequence and layer are kept in: squares of squares of small gradients underflow."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,131 @@
+"""
+Parameters that act on each position alone and feature by feature: RMSNorm in all its flavours, and their like.
+
+There are as many ways to write an RMSNorm as there are model families (`w * x`, `1 + w`, cast before or after). None
+is repeated here. The module runs its own forward, but finds in place of its parameter `[d]` the same values handed out
+once per position, `[B, T, d]` without a copy; autograd then brings back one gradient per position, which is what the
+statistics need.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ..geometry.cost import Needs
+from ..geometry.statistics import elementwise_statistics
+from ..microbatch import Microbatch
+from .layer import Layer, Unsupported, has_own_forward
+
+
+def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch) -> torch.Tensor:
+    """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
+    statistics, V = elementwise_statistics(v, microbatch.sequences, microbatch.samples, microbatch.rule.needs)
+    return microbatch.coefficients(index, statistics).to(V.dtype) @ V
+
+
+class KeptLayer(Layer):
+    """A layer whose per-sequence gradients are vectors, always kept."""
+
+    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
+        return "kept" if any(needs) else "plain"
+
+
+class ElementwiseLayer(KeptLayer):
+    """Vectors `w` of a module with `y_t = function(x_t, w)` position by position."""
+
+    kind = "elementwise"
+
+    @classmethod
+    def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
+        sizes = {tuple(getattr(p, "ds_shape", p.shape)) for p in trainable.values()}
+        if len(sizes) != 1 or len(next(iter(sizes))) != 1 or next(module.children(), None) is not None:
+            return False
+        if has_own_forward(module) or not _is_elementwise(module, trainable, next(iter(sizes))[0]):
+            raise Unsupported(
+                f"{type(module).__name__} does not apply its parameters position by position and feature by feature, "
+                "or is replaced by a fused kernel"
+            )
+        return True
+
+    def forward(self, module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        microbatch = self.microbatch
+        assert microbatch is not None
+        names = self.parameters
+        own = {name: module._parameters[name] for name in names}
+        axes = position_axes(self.name, x, microbatch)
+        handed_out = _HandOut.apply(axes, x.dim(), self, microbatch, *own.values())
+        try:
+            module._parameters.update(zip(names, handed_out, strict=True))
+            return type(module).forward(module, x, *args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+
+class _HandOut(torch.autograd.Function):
+    """Give each position its own view of the parameters; take back one gradient per position."""
+
+    @staticmethod
+    def forward(ctx, axes, dims, layer, microbatch, *parameters):
+        ctx.axes, ctx.layer, ctx.microbatch = axes, layer, microbatch
+        ctx.dtypes = [p.dtype for p in parameters]
+        B, T = microbatch.shape
+        sizes = dict(zip(axes, (B, T) if len(axes) == 2 else (B * T,), strict=True))
+        shape = [sizes.get(axis, 1) for axis in range(dims - 1)]
+        return tuple(p.view_as(p).expand(*shape, -1) for p in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        microbatch, layer = ctx.microbatch, ctx.layer
+        rows = [g.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes)) for g in gradients]
+        v = microbatch.rows(layer.name, torch.cat(rows, dim=-1))
+        flat = elementwise_gradient(v, layer.index, microbatch).split(v.shape[1] // len(rows))
+        return None, None, None, None, *(g.to(dtype) for g, dtype in zip(flat, ctx.dtypes, strict=True))
+
+
+def position_axes(name: str, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
+    """
+    The dimensions of `x` that count sequences and positions: `[B, T, d]`, `[N, d]`, or with heads `[B, T, H, d]`, `[B,
+    H, T, d]`.
+    """
+    B, T = microbatch.shape
+    if x.dim() in (2, 3) and x.shape[0] == B * T and (x.dim() == 2 or x.shape[:2] != (B, T)):
+        return (0,)
+    candidates = [axis for axis in range(1, x.dim() - 1) if x.shape[axis] == T] if x.shape[0] == B else []
+    if not candidates:
+        microbatch.rows(name, x)  # raises, and says what was seen
+    # As many heads as positions: positions come first in memory whichever way the view is turned
+    return (0, max(candidates, key=lambda axis: x.stride(axis)))
+
+
+def _is_elementwise(module: nn.Module, trainable: dict[str, nn.Parameter], size: int) -> bool:
+    """
+    Try the module's forward on a small input with different parameters at each position: the output at a position must
+    be what the module gives for that position alone.
+    """
+    device = next(iter(trainable.values())).device
+    if device.type == "meta":
+        return True  # nothing to run on; the first backward still verifies that the layer is reached
+    dtype = next(iter(trainable.values())).dtype
+    x = torch.linspace(-1.5, 2, 6 * size, device=device, dtype=dtype).view(2, 3, size)
+    values = {
+        name: torch.linspace(0.5 + k, 1.5 + k, 6 * size, device=device, dtype=dtype).view(2, 3, size)
+        for k, name in enumerate(trainable)
+    }
+    own = {name: module._parameters[name] for name in trainable}
+
+    def run(b, t):
+        module._parameters.update({name: value[b, t] for name, value in values.items()})  # type: ignore[misc]
+        return type(module).forward(module, x[b, t] if isinstance(t, slice) else x[b : b + 1, t : t + 1])
+
+    try:
+        with torch.no_grad():
+            together = run(slice(None), slice(None))
+            alone = torch.stack([run(b, t).reshape(-1) for b in range(2) for t in range(3)]).view(2, 3, -1)
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+        return False  # a kernel that insists on a vector, or a module that is not called with one tensor
+    finally:
+        module._parameters.update(own)
+    return together.shape == x.shape and torch.allclose(together, alone, rtol=1e-3, atol=1e-5)

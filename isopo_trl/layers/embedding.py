@@ -1,0 +1,91 @@
+"""`nn.Embedding` (tokens or positions), also where the model multiplies the looked-up row by a constant."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ..geometry.cost import Needs
+from ..geometry.statistics import OneHotInputs, ghost_statistics
+from .layer import Layer, Unsupported, has_own_forward
+
+
+class EmbeddingLayer(Layer):
+    """A linear layer whose input is one-hot: `a_i . a_j = [id_i = id_j]`."""
+
+    kind = "embedding"
+
+    @classmethod
+    def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
+        if not isinstance(module, nn.Embedding):
+            return False
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise Unsupported("an embedding with max_norm, sparse or scale_grad_by_freq changes its own gradient")
+        if set(trainable) != {"weight"} or has_own_forward(module) or not _looks_up_and_scales(module):
+            raise Unsupported(f"{type(module).__name__} does more than look up a row and multiply it by a constant")
+        return True
+
+    def forward(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
+        microbatch = self.microbatch
+        assert microbatch is not None
+        B, T = microbatch.shape
+        if ids.shape == (1, T) and B > 1:
+            # One row of positions for the whole batch: with one row a sequence their gradients stay apart
+            ids = ids.expand(B, T)
+        output = _Embedding.apply(ids, module.weight, module.padding_idx, self, microbatch)
+        scale = getattr(module, "embed_scale", None)
+        return output if scale is None else output * _as(scale, output)
+
+    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
+        return "ghost" if any(needs) else "plain"
+
+
+def _as(scale: Any, output: torch.Tensor) -> Any:
+    return scale.to(output.dtype) if isinstance(scale, torch.Tensor) else scale
+
+
+def _looks_up_and_scales(module: nn.Embedding) -> bool:
+    if type(module).forward is nn.Embedding.forward:
+        return True
+    # A subclass: try it on a small table instead of trusting its name
+    device = getattr(module, "embed_scale", module.weight)
+    device = device.device if isinstance(device, torch.Tensor) else module.weight.device
+    if device.type == "meta":
+        return False
+    table = torch.linspace(-1, 1, 12, device=device, dtype=module.weight.dtype).view(4, 3)
+    ids = torch.tensor([[3, 1, 2]], device=device)
+    own, padding = module._parameters["weight"], module.padding_idx
+    module._parameters["weight"], module.padding_idx = table, None  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            output = type(module).forward(module, ids)
+    finally:
+        module._parameters["weight"], module.padding_idx = own, padding
+    return torch.equal(output, table[ids] * _as(getattr(module, "embed_scale", 1.0), table))
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight, padding_idx, layer, microbatch):
+        microbatch.rows(layer.name, ids, features=0)
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.dtype, ctx.padding_idx = weight.shape[0], weight.dtype, padding_idx
+        ctx.layer, ctx.microbatch = layer, microbatch
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (ids,) = ctx.saved_tensors
+        layer, microbatch = ctx.layer, ctx.microbatch
+        ids = microbatch.rows(layer.name, ids, features=0)
+        g = microbatch.rows(layer.name, grad)
+        if ctx.padding_idx is not None:
+            g = g.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
+        needs = microbatch.rule.needs
+        statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, microbatch.samples, needs)
+        c = microbatch.coefficients(layer.index, statistics)
+        g = g * microbatch.sequences.spread(c.to(g.dtype))
+        gradient = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)
+        return None, gradient.to(ctx.dtype), None, None, None

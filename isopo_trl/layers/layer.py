@@ -1,0 +1,108 @@
+"""What all kinds of layers share: putting a forward in place, and finding the current microbatch."""
+
+import types
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..geometry.cost import Needs
+
+
+if TYPE_CHECKING:
+    from ..attach import ISOPO
+    from ..microbatch import Microbatch
+
+
+class Unsupported(Exception):
+    """Why a module that looks like a supported one is not."""
+
+
+class Layer:
+    """
+    One use of one module's parameters in the forward pass.
+
+    Args:
+        isopo ([`~isopo_trl.ISOPO`]): the object it belongs to; it knows the current microbatch.
+        module (`nn.Module`): the module whose parameters are trained.
+        name (`str`): its name in the model.
+        index (`int`): its place in the running statistics.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, isopo: "ISOPO", module: nn.Module, name: str, index: int):
+        self.isopo = isopo
+        self.module = module
+        self.name = name
+        self.index = index
+
+    @classmethod
+    def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
+        """Whether this kind handles the module; raises [`Unsupported`] if only another setting of it is handled."""
+        raise NotImplementedError
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward while a microbatch is under way and gradients are recorded."""
+        raise NotImplementedError
+
+    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
+        """How the statistics would be computed for a microbatch of this size."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the trained parameters, relative to the module."""
+        return [name for name, p in self.module.named_parameters(recurse=False) if p.requires_grad]
+
+    @property
+    def microbatch(self) -> "Microbatch | None":
+        """The microbatch under way, if the module's parameters take part in it."""
+        if not torch.is_grad_enabled() or self.isopo.current is None:
+            return None
+        # Read through the module: FSDP and PEFT swap parameters after the layer was planned
+        if not any(p is not None and p.requires_grad for p in self.module._parameters.values()):
+            return None
+        return self.isopo.current
+
+    def attach(self) -> None:
+        self.module._isopo_layer = self  # type: ignore[assignment]
+        # A bound method, not a closure: a deep copy of the model then has its own module behind it
+        self.module.forward = types.MethodType(_forward, self.module)
+
+    def detach(self) -> None:
+        self.module.__dict__.pop("forward", None)
+        self.module.__dict__.pop("_isopo_layer", None)
+
+    def __deepcopy__(self, memo: dict) -> "Layer":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    layer = module.__dict__.get("_isopo_layer")
+    # A deep copy of the model carries the layer along but is not the model that is trained
+    if layer is None or getattr(layer, "module", None) is not module or layer.microbatch is None:
+        return type(module).forward(module, *args, **kwargs)
+    return layer.forward(module, *args, **kwargs)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether somebody has replaced the forward of this very instance."""
+    return "forward" in module.__dict__
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """
+    Cast as autocast would before a matrix product, so that a product inside an autograd function sees what the layer's
+    own would have seen, and its gradient comes back through the cast.
+    """
+    device = next(x for x in tensors if x is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype) for x in tensors
+    )

@@ -1,0 +1,68 @@
+"""`nn.LayerNorm`: scale and shift."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from .elementwise import KeptLayer, elementwise_gradient
+from .layer import Unsupported, has_own_forward
+
+
+class LayerNormLayer(KeptLayer):
+    """`y = w * x_hat + b`: a position's gradient is `(g_t * x_hat_t, g_t)`, scale and shift together."""
+
+    kind = "layer norm"
+
+    @classmethod
+    def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
+        if not isinstance(module, nn.LayerNorm):
+            return False
+        if type(module).forward is not nn.LayerNorm.forward or has_own_forward(module):
+            raise Unsupported(f"{type(module).__name__} does not compute its output as nn.LayerNorm does")
+        if len(module.normalized_shape) != 1 or not set(trainable) <= {"weight", "bias"}:
+            raise Unsupported("a layer norm over more than the last dimension is not supported")
+        return True
+
+    def forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        assert self.microbatch is not None
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.float()  # as autocast does for layer norms
+        return _LayerNorm.apply(x, module.weight, module.bias, module.eps, self, self.microbatch)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, layer, microbatch):
+        microbatch.rows(layer.name, x)
+        output, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.layer, ctx.microbatch = layer, microbatch
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        layer, microbatch = ctx.layer, ctx.microbatch
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = None
+        if needs_x:
+            grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad.contiguous(), x, x.shape[-1:], mean, rstd, weight, bias, [True, False, False]
+            )
+        parts = []
+        if needs_weight:
+            parts.append(grad * ((x - mean) * rstd))
+        if needs_bias:
+            parts.append(grad)
+        gradients = [None, None]
+        if parts:
+            v = microbatch.rows(layer.name, torch.cat(parts, dim=-1))
+            flat = elementwise_gradient(v, layer.index, microbatch).split(x.shape[-1])
+            gradients = [
+                flat[0].to(weight.dtype) if needs_weight else None,
+                flat[-1].to(bias.dtype) if needs_bias else None,
+            ]
+        return grad_x, *gradients, None, None, None

@@ -1,0 +1,206 @@
+"""
+The LM head, which TRL's trainers use in two ways.
+
+Generation, and any loop that asks for logits, calls the module: an ordinary linear layer. TRL's loss never does: it
+multiplies by `lm_head.weight` inside [`~trl.kernels.ChunkedLogProbFunction`], tile by tile over the vocabulary, so
+that the logits never exist as a whole. The function here has the same forward. Its backward goes over the vocabulary
+twice: once for the statistics and the gradient of the hidden states, once, when the coefficients are known, for the
+gradient of the weight. That is one product more than TRL's backward, and no `[tokens, vocabulary]` tensor.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from ..geometry.cost import block_rows, choose_strategy
+from ..geometry.sequences import Samples, Sequences
+from ..geometry.statistics import (
+    DenseInputs,
+    Statistics,
+    VStatistics,
+    accumulation_dtype,
+    overlap_of_products,
+    product,
+)
+from ..microbatch import Microbatch
+from .layer import Unsupported, has_own_forward
+from .linear import LinearLayer
+
+
+# Elements of a tile of logits, [tokens, part of the vocabulary]
+_TILE = 2**25
+
+
+class LMHeadLayer(LinearLayer):
+    """The LM head: called as a module, or through TRL's fused log-probabilities."""
+
+    kind = "lm head"
+
+    @classmethod
+    def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
+        # TRL gives the instance a forward of its own for `cast_lm_head_to_fp32`; its fused path does not use it
+        if not isinstance(module, nn.Linear) or set(trainable) - {"bias"} != {"weight"}:
+            raise Unsupported("only an nn.Linear whose weight is trained is supported as LM head")
+        return True
+
+    def attach(self) -> None:
+        if type(self.module).forward is nn.Linear.forward and not has_own_forward(self.module):
+            super().attach()
+
+    def detach(self) -> None:
+        if self.module.__dict__.get("_isopo_layer") is self:
+            super().detach()
+
+    def fused(self, *args: Any) -> Any:
+        """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs."""
+        microbatch = self.microbatch
+        if microbatch is None:
+            return ChunkedLogProbFunction.apply(*args)
+        return _FusedLMHead.apply(*args, self, microbatch)
+
+
+def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | None]:
+    """
+    Sequences and samples in the rows that TRL's fused head works on.
+
+    These are the predictions of tokens `1 .. T - 1`, all `B (T - 1)` of them, or (on devices with Triton) only the
+    scored ones, in the same order.
+    """
+    B, T = microbatch.shape
+    if microbatch.scored is None or microbatch.sequences.index is not None:
+        raise RuntimeError(
+            "TRL's fused LM head was called, but ISOPO was not told which tokens are scored: pass `attention_mask` "
+            "and `completion_mask` to `ISOPO.microbatch`."
+        )
+    scored = torch.zeros(B, T - 1, dtype=torch.bool, device=microbatch.scored.device)
+    scored[:, T - 1 - microbatch.scored.shape[1] :] = microbatch.scored.bool()
+    if rows == B * (T - 1):
+        sequences = Sequences.regular(B, T - 1)
+        row_of = torch.arange(rows, device=scored.device).view(B, T - 1)
+    else:
+        row_of = torch.where(scored, scored.view(-1).cumsum(0).view(B, T - 1) - 1, -1)
+        sequences = Sequences.from_index(row_of[:, T - 1 - microbatch.scored.shape[1] :], rows)
+    # The last position predicts nothing
+    row_of = torch.nn.functional.pad(row_of, (0, 1), value=-1).reshape(-1)
+    samples = None if microbatch.samples is None else microbatch.samples.moved(row_of)
+    return sequences, samples
+
+
+class _FusedLMHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        *own, ctx.layer, ctx.microbatch = args
+        ctx.sequences, ctx.samples = head_rows(own[0].shape[0], ctx.microbatch)
+        return ChunkedLogProbFunction.forward(ctx, *own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropy, *_):
+        if grad_entropy is not None:
+            raise RuntimeError("A gradient of the entropy reached the LM head: it carries no advantage, see `beta`.")
+        hidden, weight, bias, *_ = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        with maybe_gather_lm_head_ctx(weight, bias):
+            gradients = _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias)
+        return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
+    hidden, weight, bias, targets, log_z, _ = ctx.saved_tensors
+    sequences, samples, microbatch = ctx.sequences, ctx.samples, ctx.microbatch
+    needs = microbatch.rule.needs
+    vocab, d = weight.shape
+    a = hidden.to(ctx.compute_dtype)
+    dtype = accumulation_dtype(a.dtype)
+    grad = grad_logprobs.to(dtype)
+
+    def tiles(rows: Any, grad: torch.Tensor, width: int) -> Iterator[tuple[slice, Any]]:
+        """Gradient of the logits at `rows`, `[rows, width]`, part by part of the vocabulary."""
+        for start in range(0, vocab, width):
+            part = slice(start, min(start + width, vocab))
+            yield part, _logits_gradient(a[rows], weight, bias, targets[rows], log_z[rows], grad, part, ctx)
+
+    n = 0 if samples is None else len(samples.rows)
+    strategy = choose_strategy(sequences.count, sequences.length, vocab, d, n, needs)
+    width = max(1, _TILE // len(a))
+    if strategy == "blocks":
+        width = min(width, block_rows(sequences.count, d + 1))
+    elif strategy == "kept":
+        width = vocab
+
+    inputs = DenseInputs(a, needs_bias)
+    grad_hidden = torch.zeros(a.shape, device=a.device, dtype=dtype) if needs_hidden else None
+    gram = from_V = sample_tiles = None
+    V: Any = None
+    norms = torch.zeros((), device=a.device, dtype=dtype)
+    if needs.overlap:
+        sample_tiles = tiles(samples.rows, torch.where(samples.present, grad[samples.rows], 0), width)
+    if strategy == "ghost":
+        gram = torch.zeros(n, len(a), device=a.device, dtype=dtype) if needs.overlap else None
+    else:
+        from_V = VStatistics(needs, inputs.sampled(samples) if needs.overlap else None)
+
+    for part, tile in tiles(slice(None), grad, width):
+        if grad_hidden is not None:
+            grad_hidden += product(tile, weight[part].to(tile.dtype))
+        sample_tile: Any = None
+        if sample_tiles is not None:
+            _, sample_tile = next(sample_tiles)
+            norms = norms + sample_tile.to(dtype).square().sum(-1)
+        if gram is not None:
+            gram += product(sample_tile, tile.t())
+        if from_V is not None:
+            ones = [a.new_ones(len(a), 1)] if needs_bias else []
+            inputs_padded = sequences.padded(torch.cat([a, *ones], dim=1))
+            V = product(sequences.padded(tile).transpose(1, 2), inputs_padded)
+            from_V.add(V, sample_tile)
+
+    statistics = Statistics() if from_V is None else from_V.result
+    if needs.overlap:
+        statistics.sample_norm = norms * inputs.diagonal(samples.rows)
+        if gram is not None:
+            statistics.overlap = overlap_of_products(gram, inputs.with_all(samples.rows), sequences)
+    c = microbatch.coefficients(ctx.layer.index, statistics)
+
+    grad_weight = torch.empty_like(weight) if needs_weight else None
+    grad_bias = torch.empty_like(bias) if needs_bias else None
+    if strategy == "kept":
+        total = torch.einsum("m,mpd->pd", c.to(V.dtype), V)
+        grad_weight = total[:, :d].to(weight.dtype) if needs_weight else None
+        grad_bias = total[:, -1].to(bias.dtype) if needs_bias else None
+    else:
+        scaled = grad * sequences.spread(c.to(dtype)).squeeze(1)
+        for part, tile in tiles(slice(None), scaled, width):
+            if grad_weight is not None:
+                grad_weight[part] = product(tile.t(), a).to(weight.dtype)
+            if grad_bias is not None:
+                grad_bias[part] = tile.sum(0, dtype=dtype).to(bias.dtype)
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+
+
+def _logits_gradient(a, weight, bias, targets, log_z, grad, part, ctx):
+    """
+    Gradient at the output of the projection, `[rows, part]`: `grad_t (1[v = target_t] - p_tv)`, taken back through the
+    temperature, the soft cap and the scale of the logits.
+    """
+    dtype = accumulation_dtype(a.dtype)
+    settings = ctx.kernel_args
+    logits = a @ weight[part].to(a.dtype).t()
+    if bias is not None:
+        logits += bias[part].to(a.dtype)
+    z = logits.to(dtype) * settings["logit_scale"]
+    slope = settings["logit_scale"] * settings["inv_t"]
+    if settings["HAS_SOFTCAP"]:
+        capped = torch.tanh(z / settings["softcap"])
+        slope = slope * (1 - capped.square())
+        z = settings["softcap"] * capped
+    tile = -torch.exp(z * settings["inv_t"] - log_z.to(dtype).unsqueeze(1))
+    place = targets - part.start
+    inside = (place >= 0) & (place < part.stop - part.start)
+    tile.scatter_add_(1, place.clamp(0, part.stop - part.start - 1).unsqueeze(1), inside.to(dtype).unsqueeze(1))
+    return (tile * slope * grad.unsqueeze(1)).to(a.dtype)

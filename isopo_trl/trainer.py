@@ -1,0 +1,328 @@
+"""The [`ISOPOTrainer`]."""
+
+import os
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .attach import ISOPO
+from .config import ISOPOConfig
+from .objectives import sampler_weights
+
+
+STATE_FILE = "isopo_state.pt"
+
+
+class ISOPOTrainer(GRPOTrainer):
+    """
+    Trainer for Isometric Policy Optimization (ISOPO), proposed in [ISOPO: Proximal policy gradients without
+    pi-old](https://huggingface.co/papers/2512.23353).
+
+    With respect to [`~trl.GRPOTrainer`], the backward pass rescales each sequence's log-probability gradient, layer by
+    layer, before it meets the advantage (see [`ISOPOConfig`]), and no old-policy log-probabilities are computed in any
+    setting. Everything else (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from isopo_trl import ISOPOConfig, ISOPOTrainer
+    >>> from trl.rewards import accuracy_reward
+
+    >>> trainer = ISOPOTrainer(
+    ...     model="Qwen/Qwen3-0.6B",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=ISOPOConfig("Qwen3-0.6B-ISOPO", rule="fisher"),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model, reward_funcs, train_dataset, and all others:
+            As for [`~trl.GRPOTrainer`].
+        args ([`ISOPOConfig`], *optional*):
+            Configuration for this trainer. If `None`, a default configuration is used.
+    """
+
+    args: ISOPOConfig
+    model: Any
+    reward_funcs: list[Any]
+    reward_processing_classes: list[Any]
+
+    _tag_names = ["trl", "isopo"]
+    _name = "ISOPO"
+    _paper = {
+        "title": "ISOPO: Proximal policy gradients without pi-old",
+        "id": "2512.23353",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{abrahamsen2025isopo,
+                title        = {{ISOPO: Proximal policy gradients without pi-old}},
+                author       = {Nilin Abrahamsen},
+                year         = 2025,
+                eprint       = {arXiv:2512.23353},
+            }"""),
+    }
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: Any = None,
+        args: ISOPOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
+    ):
+        if args is None:
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = ISOPOConfig(f"{model_name.split('/')[-1]}-ISOPO")
+        if not isinstance(args, ISOPOConfig):
+            raise TypeError(
+                f"`args` must be an `ISOPOConfig`, got {type(args).__name__}: it takes the same arguments as "
+                "`GRPOConfig`, and the rule."
+            )
+        if args.off_policy_mask_threshold is not None and not args.use_vllm and kwargs.get("rollout_func") is None:
+            raise ValueError(
+                "off_policy_mask_threshold compares with the sampler's log-probabilities, which only vLLM or a "
+                "`rollout_func` returns: set use_vllm=True, or leave the threshold unset."
+            )
+        # Inputs of the loss under way; the forward pass inside it adds the sampler's correction
+        self._loss_inputs: dict[str, Any] | None = None
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"{type(self.model).__name__} adds a load-balancing loss by default (router_aux_loss_coef="
+                f"{self.router_aux_loss_coef}), which carries no advantage and cannot be part of ISOPO's single pass: "
+                "set router_aux_loss_coef=0.0."
+            )
+        if is_peft_model(self.model) and self.model.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                f"{type(self.model.active_peft_config).__name__} adds virtual tokens in front of every sequence, "
+                "which ISOPO does not support: use LoRA (`peft_config=LoraConfig(target_modules='all-linear')`)."
+            )
+        self.isopo = ISOPO(
+            self.model,
+            args.rule,
+            fisher_power=args.fisher_power,
+            norm_power=args.norm_power,
+            relative_power=args.relative_power,
+            regularization=args.regularization,
+            regularization_decay=args.regularization_decay,
+            keep_small=args.keep_small,
+            fisher_samples=args.fisher_samples,
+            scale=args.scale,
+            seed=args.seed,
+        )
+        if args.kl_in_reward:
+            self._reference: dict[str, Any] = {}
+            self.reward_funcs.append(self._kl_to_reference)
+            self.reward_func_names.append("kl")
+            self.reward_processing_classes.append(None)
+            self.reward_weights = torch.cat([self.reward_weights, torch.tensor([-args.beta])])
+
+    # The loss
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        try:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        except BaseException:
+            self.isopo.abort()
+            raise
+        self.isopo.end()
+        if self.accelerator.sync_gradients:
+            self._log_step(self.isopo.step())
+        return loss
+
+    def _compute_loss(self, model, inputs):
+        inputs = dict(inputs)
+        advantages = inputs["advantages"]
+        if advantages.dim() != 1:
+            raise ValueError(
+                f"ISOPO takes one advantage per sequence, got shape {list(advantages.shape)}: per-token advantages "
+                "are not supported."
+            )
+        train = torch.is_grad_enabled()
+        if train:
+            # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
+            sign = torch.where(advantages < 0, -1.0, 1.0).to(advantages.dtype).requires_grad_()
+            inputs["advantages"] = sign
+            mask = inputs["completion_mask"]
+            self.isopo.begin(
+                advantages.abs(),
+                attention_mask=torch.cat([inputs["prompt_mask"], mask], dim=1),
+                completion_mask=mask,
+                loss_scale=1 / self.current_gradient_accumulation_steps,
+            )
+        with self._no_kl_in_loss():
+            self._loss_inputs = inputs
+            try:
+                loss = super()._compute_loss(model, inputs)
+            finally:
+                self._loss_inputs = None
+        if not train:
+            return loss
+        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
+        (slope,) = torch.autograd.grad(loss, sign, retain_graph=True)
+        value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
+        return loss + (value - loss).detach()
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        forward = super()._get_per_token_logps_and_entropies
+        logps, entropies, aux_loss = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        inputs = self._loss_inputs
+        if inputs is None:
+            if self.args.kl_in_reward:  # this is the reference model's pass, for `_kl_to_reference`
+                arguments = (input_ids, attention_mask, logits_to_keep, *args)
+                self._reference.update(logps=logps, arguments=arguments, keywords=kwargs)
+            return logps, entropies, aux_loss
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1)
+        if broken.any():
+            raise FloatingPointError(
+                f"The model's log-probabilities are not finite for {int(broken.sum())} of {len(broken)} sequences: "
+                "lower the learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the "
+                "weights have not been touched by this step."
+            )
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            inputs["importance_sampling_ratio"] = self._sampler_correction(logps.detach(), inputs, mask)
+        return logps, entropies, aux_loss
+
+    def _sampler_correction(self, logps, inputs, mask):
+        sampler_logps = inputs["sampling_per_token_logps"]
+        mode = self.vllm_importance_sampling_mode
+        weights = sampler_weights(
+            logps,
+            sampler_logps,
+            mask,
+            mode,
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+        )
+        # The metrics that TRL logs of its own correction, under the same names
+        scored = mask.bool() & ~torch.isnan(sampler_logps)
+        difference = torch.where(scored, (logps - sampler_logps).abs(), 0)
+        of_interest = weights.flatten() if mode.startswith("sequence") else weights[mask.bool()]
+        if of_interest.numel() == 0:
+            of_interest = weights.new_zeros(1)
+        gather = self.accelerator.gather
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        name = "sampling/sampling_logp_difference"
+        metrics[f"{name}/mean"].append(gather(difference.sum() / scored.sum().clamp(min=1)).mean().item())
+        metrics[f"{name}/max"].append(gather(difference.max()).max().item())
+        name = "sampling/importance_sampling_ratio"
+        metrics[f"{name}/min"].append(gather(of_interest.min()).min().item())
+        metrics[f"{name}/mean"].append(gather(of_interest.mean()).mean().item())
+        metrics[f"{name}/max"].append(gather(of_interest.max()).max().item())
+        return weights
+
+    def _log_step(self, figures: dict[str, float]) -> None:
+        broken = int(figures.pop("broken_sequences"))
+        if broken:
+            raise FloatingPointError(
+                f"The gradients of {broken} sequences of this step are not finite: lower the learning rate, or train "
+                "in bf16 or fp32. The weights have not been updated with them, and the running statistics do not "
+                "contain them."
+            )
+        for name, value in figures.items():
+            self._metrics["train"][f"isopo/{name}"].append(value)
+
+    # Generation: no old policy; the KL, if any, in the reward
+
+    def _generate_and_score_completions(self, inputs):
+        # TRL computes old-policy log-probabilities where these two settings say that it needs them
+        accumulation = self.args.gradient_accumulation_steps
+        correction = self.vllm_importance_sampling_correction
+        assert self.args.steps_per_generation is not None  # set by GRPOConfig
+        self.args.gradient_accumulation_steps = self.args.steps_per_generation * self.num_iterations
+        self.vllm_importance_sampling_correction = False
+        try:
+            return super()._generate_and_score_completions(inputs)
+        finally:
+            self.args.gradient_accumulation_steps = accumulation
+            self.vllm_importance_sampling_correction = correction
+
+    def _generate(self, prompts):
+        output = super()._generate(prompts)
+        if self.args.kl_in_reward:
+            self._reference.update(tool_mask=output[2], sampler_logps=output[4])
+        return output
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        infinite = torch.isinf(rewards).sum(0).tolist()
+        for name, count in zip(self.reward_func_names, infinite, strict=True):
+            if count:
+                raise ValueError(
+                    f"The reward function {name!r} returned an infinite reward for {count} completions: return a "
+                    "finite number, or None to leave a completion out."
+                )
+        if self.args.kl_in_reward:  # a completion that no reward function scores stays unscored
+            unscored = torch.isnan(rewards[:, :-1]).all(dim=1)
+            rewards[:, -1] = rewards[:, -1].masked_fill(unscored, torch.nan)
+        return rewards
+
+    def _kl_to_reference(self, **kwargs: Any) -> list[float]:
+        """Reward function: estimate of the KL divergence from the reference model, summed over each completion."""
+        reference = self._reference
+        input_ids, attention_mask, logits_to_keep, *args = reference["arguments"]
+        mask = attention_mask[:, -logits_to_keep:].float()
+        mask = mask * _padded(reference["tool_mask"], mask, fill=1)
+        if reference["sampler_logps"] is not None:
+            logps = _padded(reference["sampler_logps"], mask, fill=0)
+        else:
+            with torch.no_grad():
+                logps, _, _ = super()._get_per_token_logps_and_entropies(
+                    self.model, input_ids, attention_mask, logits_to_keep, *args, **reference["keywords"]
+                )
+        # A token that the sampler could not score says nothing about the divergence
+        kl = torch.nan_to_num(logps - reference["logps"], nan=0.0) * mask
+        totals = self.accelerator.reduce(torch.stack([kl.sum(), mask.sum()]), reduction="sum")
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1.0)).item())
+        return kl.sum(dim=1).tolist()
+
+    @contextmanager
+    def _no_kl_in_loss(self) -> Iterator[None]:
+        beta, self.beta = self.beta, 0.0
+        try:
+            yield
+        finally:
+            self.beta = beta
+
+    # State
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            folder = os.path.join(self._get_output_dir(trial=trial), folder)
+            torch.save(self.isopo.state_dict(), os.path.join(folder, STATE_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        path = os.path.join(checkpoint, STATE_FILE)
+        if not os.path.exists(path):
+            raise FileNotFoundError(
+                f"{checkpoint} has no {STATE_FILE}: it was not saved by ISOPOTrainer. To go on from its weights, load "
+                "them as the model and start a new run."
+            )
+        self.isopo.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _padded(rows: list[list] | None, like: torch.Tensor, fill: float) -> torch.Tensor:
+    """Lists of numbers (or `None` in place of one) as a tensor of the shape of `like`, filled up on the right."""
+    padded = torch.full_like(like, fill)
+    for row, values in enumerate(rows or []):
+        values = [float("nan") if value is None else float(value) for value in values]
+        padded[row, : len(values)] = torch.tensor(values, dtype=like.dtype)
+    return padded

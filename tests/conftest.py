@@ -1,0 +1,20 @@
+import os
+
+
+# Set before transformers is imported: a test that would need the network fails at once, and says so.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,254 @@
+"""The oracle: ISOPO by its definition, in float64, with nothing of the package in it.
+
+Every sequence is run alone, without padding. Each module's parameters get their gradient position by position: the
+module is called again on the input of that one position, and autograd takes the position's cotangent back to the
+parameters. So `G[t]` is the gradient of position t, `V = sum_t G[t]` that of the sequence, and the formulas of the
+paper follow on flat vectors. Two uses of one parameter (tied embedding and head) are two entries.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Batch:
+    """A left-padded prompt and a right-padded completion for each of B sequences, as TRL lays them out."""
+
+    prompt_ids: torch.Tensor
+    prompt_mask: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    advantages: torch.Tensor
+    extra: dict = field(default_factory=dict)
+
+    @property
+    def input_ids(self):
+        return torch.cat([self.prompt_ids, self.completion_ids], dim=1)
+
+    @property
+    def attention_mask(self):
+        return torch.cat([self.prompt_mask, self.completion_mask], dim=1)
+
+    def for_trl(self):
+        return {
+            "prompt_ids": self.prompt_ids,
+            "prompt_mask": self.prompt_mask,
+            "completion_ids": self.completion_ids,
+            "completion_mask": self.completion_mask,
+            "advantages": self.advantages,
+            "num_items_in_batch": self.completion_mask.sum(),
+            **self.extra,
+        }
+
+    def part(self, rows):
+        pick = {name: value[rows] for name, value in self.extra.items()}
+        tensors = (self.prompt_ids, self.prompt_mask, self.completion_ids, self.completion_mask, self.advantages)
+        return Batch(*(x[rows] for x in tensors), extra=pick)
+
+
+def random_batch(prompts, completions, vocabulary, seed=0, advantages=None):
+    """Sequences with the given prompt and completion lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    B, P, C = len(prompts), max(prompts), max(max(completions), 1)
+    prompt_ids = torch.zeros(B, P, dtype=torch.long)
+    prompt_mask = torch.zeros(B, P, dtype=torch.long)
+    completion_ids = torch.zeros(B, C, dtype=torch.long)
+    completion_mask = torch.zeros(B, C, dtype=torch.long)
+    for s, (p, c) in enumerate(zip(prompts, completions, strict=True)):
+        # Few different tokens, so that sequences share some
+        prompt_ids[s, P - p :] = torch.randint(3, min(vocabulary, 15), (p,), generator=generator)
+        prompt_mask[s, P - p :] = 1
+        completion_ids[s, :c] = torch.randint(3, min(vocabulary, 15), (c,), generator=generator)
+        completion_mask[s, :c] = 1
+    if advantages is None:
+        advantages = torch.randn(B, generator=generator, dtype=torch.float64)
+    return Batch(prompt_ids, prompt_mask, completion_ids, completion_mask, torch.as_tensor(advantages))
+
+
+def token_weights(batch, loss_type="dapo", accumulation=1, max_completion_length=None):
+    """What multiplies `-A log p` of each completion token in TRL's loss, on-policy, `[B, C]`."""
+    mask = batch.completion_mask.double()
+    B = len(mask)
+    if loss_type == "grpo":
+        weights = mask / mask.sum(1, keepdim=True).clamp(min=1) / B
+    elif loss_type in ("dapo", "bnpo"):
+        weights = mask / mask.sum().clamp(min=1)
+    elif loss_type == "dr_grpo":
+        weights = mask / (B * max_completion_length)
+    elif loss_type == "luspo":
+        weights = mask / B
+    return weights / accumulation
+
+
+def trained_modules(model):
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    }
+
+
+def position_gradients(model, batch, weights, temperature=1.0):
+    """
+    Per use of trained parameters, per sequence: `G` `[positions, parameters of the module]`, with the columns of the
+    padded batch as positions (zero where there is none).
+    """
+    modules = trained_modules(model)
+    B, T = batch.input_ids.shape
+    P = batch.prompt_ids.shape[1]
+    result = {name: [] for name in modules}
+    for s in range(B):
+        columns = batch.attention_mask[s].nonzero().squeeze(1)
+        seen, handles = {}, []
+        for name, module in modules.items():
+
+            def remember(module, args, output, name=name, seen=seen):
+                assert name not in seen, f"{name} ran twice"
+                output = output.clone()
+                output.retain_grad()
+                seen[name] = (args[0].detach(), output)
+                return output
+
+            handles.append(module.register_forward_hook(remember))
+        ids = batch.input_ids[s : s + 1, columns]
+        logits = model(input_ids=ids, position_ids=columns.unsqueeze(0), use_cache=False).logits / temperature
+        for handle in handles:
+            handle.remove()
+        logps = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        scored = columns[1:] >= P
+        loss = -(logps[scored] * weights[s, columns[1:][scored] - P]).sum()
+        model.zero_grad()
+        loss.backward()
+        totals = {}
+        for name, module in modules.items():
+            x, output = seen[name]
+            G = _module_gradients(module, x, output.grad, len(columns))
+            padded = G.new_zeros(T, G.shape[1])
+            padded[columns] = G
+            result[name].append(padded)
+            flat = iter(padded.sum(0).split([p.numel() for p in _trained(module)]))
+            for p in _trained(module):
+                totals[p] = totals.get(p, 0) + next(flat)
+        for p, total in totals.items():  # the oracle agrees with autograd on the whole
+            torch.testing.assert_close(total, p.grad.reshape(-1), rtol=1e-8, atol=1e-12)
+    return {name: torch.stack(rows) for name, rows in result.items()}  # [B, T, parameters]
+
+
+def _trained(module):
+    return [p for p in module.parameters(recurse=False) if p.requires_grad]
+
+
+def _module_gradients(module, x, grad, positions):
+    parameters = _trained(module)
+    axis = next(a for a in (1, 2) if x.shape[a] == positions and grad.shape[a] == positions)
+    rows = []
+    for t in range(positions):
+        at = slice(t, t + 1)
+        index = (slice(None),) * axis + (at,)
+        output = module(x[index])
+        gradients = torch.autograd.grad(output, parameters, grad[index])
+        rows.append(torch.cat([g.reshape(-1) for g in gradients]))
+    return torch.stack(rows)
+
+
+EXPONENTS = {
+    "fisher": (-1, 0, 0),
+    "npg": (0, 0, -2),
+    "fig4": (0, -1, -2),
+    "euclidean": (0, -1, 0),
+    "none": (0, 0, 0),
+}
+
+
+def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None):
+    """
+    The coefficient of each sequence by the formulas: `V` `[m, parameters]`, `G_samples` `[n, parameters]`.
+
+    `history` gives the running means by name; without it they are the microbatch's own.
+    """
+    N = [v.norm().item() for v in V]
+    if rule == "interacting":
+        alive = [s for s in range(len(V)) if N[s] > 0]
+        if not alive:
+            return torch.zeros(len(V), dtype=V.dtype)
+        K = V[alive] @ V[alive].T
+        mean = K.trace().item() / len(alive) if history is None else history["norm^2"]
+        c0 = (1.0 if regularization is None else regularization) * mean
+        solution = torch.linalg.solve(K + c0 * torch.eye(len(alive), dtype=V.dtype), A[alive].to(V.dtype))
+        c = torch.zeros(len(V), dtype=V.dtype)
+        c[alive] = solution * (c0 if scale == "relative" else 1)
+        return c
+    exponents = rule if isinstance(rule, tuple) else EXPONENTS[rule]
+    lam = regularization or 0.0
+    weight = G_samples.square().sum().item()
+    F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]
+    values = {"fisher": F, "norm": N, "relative": [f / n if n > 0 else 0.0 for f, n in zip(F, N, strict=True)]}
+    used = [name for name, e in zip(values, exponents, strict=True) if e]
+    looked_at = {"fisher": ["fisher"], "norm": ["norm"], "relative": ["fisher", "norm"]}
+    looked_at = {stat for name in used for stat in looked_at[name]}
+    alive = [s for s in range(len(V)) if all(values[stat][s] > 0 for stat in looked_at)]
+
+    def mean(name, numbers):
+        if history is not None:
+            return history[name]
+        return sum(numbers[s] for s in alive) / max(len(alive), 1)
+
+    f = []
+    for s in range(len(V)):
+        product = 1.0
+        for name, exponent in zip(values, exponents, strict=True):
+            if exponent == 0:
+                continue
+            level = lam * mean(f"{name}^2", [x * x for x in values[name]])
+            x = values[name][s]
+            if lam == 0:
+                regular = x
+            elif keep_small:
+                regular = (x * x / level + 1) ** 0.5 if level > 0 else 0.0
+            else:
+                regular = (x * x + level) ** 0.5
+            product *= regular**exponent if regular > 0 else 0.0
+        f.append(product)
+    if scale == "relative" and used:
+        x = F if "fisher" in looked_at else N
+        numerator = mean("fx", [a * b for a, b in zip(f, x, strict=True)])
+        f = [value * mean("x", x) / numerator if numerator > 0 else 0.0 for value in f]
+    return A.to(V.dtype) * torch.tensor(f, dtype=V.dtype)
+
+
+def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, **settings):
+    """
+    `sum_s c_s V_s` for every trained parameter: a dict by parameter, uses of the same parameter added up.
+
+    Args:
+        G: from [`position_gradients`].
+        rows: sampled positions, numbers `b * T + t`; `None` for all real positions.
+    """
+    if rows is None:
+        rows = batch.attention_mask.reshape(-1).nonzero().squeeze(1)
+    expected = {}
+    for name, module in trained_modules(model).items():
+        per_position = G[name]
+        V = per_position.sum(1)
+        samples = per_position.reshape(-1, per_position.shape[-1])[rows]
+        history = None if histories is None else histories[name]
+        c = coefficients(V, samples, batch.advantages, rule, history=history, **settings)
+        flat = iter((c @ V).split([p.numel() for p in _trained(module)]))
+        for p in _trained(module):
+            gradient = next(flat).view_as(p)
+            expected[p] = expected[p] + gradient if p in expected else gradient
+    return expected
+
+
+def worst_error(model, expected):
+    """Largest relative error over parameters of `p.grad` against what is expected, with the parameter's name."""
+    errors = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            assert p.grad is not None, f"{name} has no gradient"
+            size = expected[p].norm()
+            difference = (p.grad.double() - expected[p]).norm()
+            errors[name] = (difference / size if size > 0 else difference).item()
+    worst = max(errors, key=lambda name: errors[name])
+    return errors[worst], worst
