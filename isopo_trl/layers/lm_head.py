@@ -127,6 +127,8 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
 
     n = 0 if samples is None else len(samples.rows)
     strategy = choose_strategy(sequences.count, sequences.length, vocab, d, n, needs)
+    if strategy == "ghost" and (needs.norm or needs.ntk):
+        strategy = "blocks"  # norms between rows of logits would need a second Gram matrix as large as [T, T]
     width = max(1, _TILE // len(a))
     if strategy == "blocks":
         width = min(width, block_rows(sequences.count, d + 1))
