@@ -1,0 +1,142 @@
+"""Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
+
+worker.py OUTPUT trainer|loop|fsdp2 RULE full|lora
+
+Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
+the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks; `loop` and `fsdp2` are a loop of
+one's own with the core, the latter with every decoder layer sharded.
+"""
+
+import os
+import sys
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from trl.trainer import add_fused_lm_head
+
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from tests import oracle, tiny
+
+
+STEPS = 3
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def microbatch(number):
+    """Microbatch `number` of the run, and the number of scored tokens in its optimizer step."""
+    pair = []
+    for seed in (number - number % 2, number - number % 2 + 1):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(1, 9, (2, 4), generator=generator).tolist()
+        pair.append(oracle.random_batch(*lengths, 100, seed=seed))
+        pair[-1].advantages = pair[-1].advantages.float()
+    batch = pair[number % 2]
+    batch.extra["num_items_in_batch"] = sum(half.completion_mask.sum() for half in pair)
+    return batch
+
+
+def build(weights):
+    model = tiny.model("qwen3", tie=True)
+    if weights == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
+    return model
+
+
+class ByHand(ISOPOTrainer):
+    """Takes its microbatches from a list instead of generating them; everything else is real."""
+
+    def _prepare_inputs(self, generation_batch):
+        return microbatch(self._step * WORLD + RANK).for_trl()
+
+
+def train(output, rule, weights):
+    args = ISOPOConfig(
+        f"{output}.trainer",
+        rule=rule,
+        fisher_samples=9,
+        use_cpu=True,
+        ddp_backend="gloo" if WORLD > 1 else None,
+        bf16=False,
+        report_to=[],
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2 // WORLD,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=STEPS,
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+    )
+    trainer = ByHand(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    wrapped = type(trainer.model_wrapped).__name__
+    return trainer.model, trainer.isopo, {"logs": logs, "wrapped": wrapped}
+
+
+def loop(output, rule, weights, shard):
+    if WORLD > 1:
+        torch.distributed.init_process_group("gloo")
+    model = build(weights)
+    base = model.get_base_model() if weights == "lora" else model
+    add_fused_lm_head(base, outputs=("log_probs", "entropy"))
+    isopo = ISOPO(model, rule, fisher_samples=9)
+    if shard:
+        mesh = torch.distributed.init_device_mesh("cpu", (WORLD,))
+        for layer in base.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    model.train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(2 * step, 2 * step + 2):
+            if WORLD > 1 and number % WORLD != RANK:
+                continue
+            batch = microbatch(number)
+            labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+            labels[:, : batch.prompt_ids.shape[1]] = -100
+            with isopo.microbatch(
+                batch.advantages, attention_mask=batch.attention_mask, completion_mask=batch.completion_mask
+            ):
+                output = model(
+                    input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels, fused_lm_head=True
+                )
+                # FSDP averages over ranks
+                (-output.log_probs.sum() * WORLD / batch.extra["num_items_in_batch"]).backward()
+        isopo.step()
+        optimizer.step()
+    return model, isopo, {"wrapped": type(model).__name__}
+
+
+def main(output, mode, rule, weights):
+    torch.set_num_threads(1)
+    run = train if mode == "trainer" else lambda *args: loop(*args, shard=mode == "fsdp2")
+    model, isopo, result = run(output, rule, weights)
+    state = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    mean = isopo.state_dict()["running"]["mean"]
+    means = [mean]
+    if WORLD > 1:
+        means = [torch.empty_like(mean) for _ in range(WORLD)]
+        torch.distributed.all_gather(means, mean)
+    if RANK == 0:
+        torch.save({**result, "weights": state, "means": torch.stack(means)}, output)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
