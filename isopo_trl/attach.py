@@ -6,20 +6,18 @@ from typing import Any
 
 import torch
 import trl.trainer.utils as trl_utils
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from .geometry.coefficients import Rule
 from .geometry.running import RunningStatistics
 from .geometry.sequences import Sequences, draw_samples
-from .geometry.statistics import scalar_dtype
 from .layers import KINDS, Layer, LMHeadLayer, Unsupported
 from .microbatch import Microbatch
 
 
-_ADVICE = (
-    "Freeze them (`parameter.requires_grad_(False)`), or train with LoRA on the linear layers "
-    "(`peft_config=LoraConfig(target_modules='all-linear')`)."
-)
+_ADVICE = "freeze them (`parameter.requires_grad_(False)`), or train with LoRA (`peft_config=LoraConfig({})`)."
+_LINEAR, _ATTENTION = "target_modules='all-linear'", "target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
 
 
 class ISOPO:
@@ -174,7 +172,7 @@ class ISOPO:
             samples=samples,
             advantages=advantages.detach(),
             rule=self.rule,
-            running=self.running(advantages.device),
+            running=self._statistics(advantages.device),
             loss_scale=loss_scale,
             scored=completion_mask,
         )
@@ -192,14 +190,19 @@ class ISOPO:
 
     def abort(self) -> None:
         """Forget the microbatch under way."""
+        if self.current is not None:
+            self.current.closed = True
         self.current = None
         _uninstall_head()
 
     def _fold(self) -> None:
         microbatch, self.current = self.current, None
         _uninstall_head()
-        if microbatch is not None and any(microbatch.reached):
-            self.running(microbatch.record.device).add(microbatch.record)
+        if microbatch is None:
+            return
+        microbatch.closed = True
+        if any(microbatch.reached):
+            microbatch.running.add(microbatch.results, microbatch.advantages)
 
     def _verify(self, reached: list[int]) -> None:
         wrong = [(layer, times) for layer, times in zip(self.layers, reached, strict=True) if times != 1]
@@ -209,7 +212,7 @@ class ISOPO:
             raise RuntimeError(
                 "The backward pass must reach every trained layer exactly once, but reached " + listed + more + ". "
                 "Zero means that the layer took no part in the loss, or that something else replaced its forward; "
-                "more than one, that it is shared between places of the model. " + _ADVICE
+                "more than one, that it is shared between places of the model. To go on, " + _ADVICE.format(_LINEAR)
             )
 
     # One optimizer step
@@ -222,15 +225,12 @@ class ISOPO:
         self._fold()
         if self._running is None:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
-        self._running.step()
-        return self._running.metrics()
+        return self._running.step()
 
-    def running(self, device: torch.device) -> RunningStatistics:
+    def _statistics(self, device: torch.device) -> RunningStatistics:
         """The running statistics, made on first use on the device of the data."""
         if self._running is None:
-            self._running = RunningStatistics(
-                len(self.layers), self.regularization_decay, self.rule.needs, device, scalar_dtype(device)
-            )
+            self._running = RunningStatistics(len(self.layers), self.regularization_decay, self.rule, device)
             if self._loaded is not None:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None
@@ -278,7 +278,7 @@ class ISOPO:
         samples = min(self.fisher_samples, sequences * length) if self.rule.needs.overlap else 0
         return [
             {
-                "parameter": f"{layer.name}.{name}",
+                "parameter": _name(layer.name, name),
                 "shape": tuple(layer.module.get_parameter(name).shape),
                 "rule": layer.kind,
                 "strategy": layer.strategy(sequences, length, samples, self.rule.needs),
@@ -314,31 +314,57 @@ def _world() -> tuple[int, int]:
 
 
 def _names(layer: Layer) -> list[str]:
-    return [f"{layer.name}.{name}" for name in layer.parameters]
+    return [_name(layer.name, parameter) for parameter in layer.parameters]
+
+
+def _name(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter
 
 
 def _plan(isopo: ISOPO, model: nn.Module) -> list[Layer]:
     """A layer for every module that has trained parameters of its own; refuses the others by name."""
+    devices = {p.device for p in model.parameters() if p.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(
+            f"The trained parameters are split over {', '.join(sorted(map(str, devices)))}, which ISOPO does not "
+            "support: load the model on one device (`device_map=None`), or shard it with FSDP2."
+        )
+    if any("_isopo_layer" in module.__dict__ for module in model.modules()):
+        raise ValueError("An ISOPO is attached to this model already: call its `detach` first.")
     head = _output_embeddings(model)
+    # PEFT adds adapters of bare parameters (experts, routers) to the parameter and never calls them
+    of_parameters = {
+        module
+        for wrapper in model.modules()
+        if isinstance(wrapper, ParamWrapper)
+        for adapters in (wrapper.lora_A, wrapper.lora_B)
+        for module in adapters.modules()
+    }
     layers: list[Layer] = []
     refused: list[str] = []
+    experts = False
     for name, module in model.named_modules():
         trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
         if not trainable:
             continue
         kinds = (LMHeadLayer,) if module is head else KINDS
         try:
+            if module in of_parameters:
+                raise Unsupported("an adapter of a bare parameter")
             kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
             reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
         except Unsupported as error:
             kind, reason = None, str(error)
         if kind is None:
-            refused += [f"{name}.{n} ({reason})" for n in trainable]
+            refused += [f"{_name(name, parameter)} ({reason})" for parameter in trainable]
+            # PEFT's 'all-linear' includes stacks of experts
+            experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
         else:
             layers.append(kind(isopo, module, name, len(layers)))
     if refused:
+        advice = _ADVICE.format(_ATTENTION if experts else _LINEAR)
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
-        raise ValueError("ISOPO cannot train " + "; ".join(refused[:8]) + more + ". " + _ADVICE)
+        raise ValueError("ISOPO cannot train " + "; ".join(refused[:8]) + more + ": " + advice)
     if not layers:
         raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
     return layers

@@ -59,8 +59,9 @@ class ISOPOConfig(GRPOConfig):
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
             `RLOOTrainer` does. Required for `beta != 0`: a KL term in the loss carries no advantage, so it cannot take
-            part in ISOPO's single backward pass. Costs a forward pass of the reference model per generation, and one
-            of the policy where the sampler does not return log-probabilities.
+            part in ISOPO's single backward pass (and `use_bias_correction_kl`, which is about such a term, has no
+            effect). Costs a forward pass of the reference model per generation, and one of the policy where the
+            sampler does not return log-probabilities.
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -168,6 +169,11 @@ class ISOPOConfig(GRPOConfig):
             (
                 self.kl_in_reward and self.beta == 0.0,
                 "kl_in_reward=True needs a coefficient: set beta to the weight of the KL divergence.",
+            ),
+            (
+                self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum",
+                "kl_in_reward=True needs multi_objective_aggregation='sum_then_normalize': 'normalize_then_sum' would "
+                "divide the KL divergence by its own standard deviation, and beta would lose its meaning.",
             ),
             (
                 self.entropy_coef != 0.0 or self.use_adaptive_entropy,

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .geometry.coefficients import Coefficients, Rule, alive_sequences, coefficients
-from .geometry.running import RECORDED, RunningStatistics
+from .geometry.coefficients import Coefficients, Rule, coefficients
+from .geometry.running import RunningStatistics
 from .geometry.sequences import Samples, Sequences
-from .geometry.statistics import Statistics, scalar_dtype
+from .geometry.statistics import Statistics
 
 
 @dataclass
@@ -38,31 +38,27 @@ class Microbatch:
     running: RunningStatistics
     loss_scale: float = 1.0
     scored: torch.Tensor | None = None
-    record: torch.Tensor = field(init=False)
+    results: list[Coefficients | None] = field(init=False)
     reached: list[int] = field(init=False)
+    closed: bool = field(init=False, default=False)
 
     def __post_init__(self):
         layers = len(self.running.mean)
-        device = self.advantages.device
-        self.record = torch.zeros(
-            layers, len(RECORDED), self.sequences.count, device=device, dtype=scalar_dtype(device)
-        )
+        self.results = [None] * layers
         self.reached = [0] * layers
+        # Once here rather than in every layer
+        self.advantages = self.advantages.to(self.running.mean.dtype)
 
     def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
-        """Coefficients `[m]` of layer `index`, recorded for the running means and the log."""
-        needs = self.rule.needs
-        result: Coefficients = coefficients(
-            statistics,
-            self.advantages,
-            self.rule,
-            self.running.mean[index],
-            self.running.known[index],
-            self.loss_scale,
-        )
-        alive = alive_sequences(result.fisher, result.norm, needs)
-        broken = ~torch.isfinite(result.fisher + result.norm)
-        self.record[index] = torch.stack([*(x.to(self.record.dtype) for x in result), alive, broken])
+        """Coefficients `[m]` of layer `index`, kept for the running means and the log."""
+        if self.closed:
+            raise RuntimeError(
+                "A backward pass ran after its microbatch had ended: call `backward` before `end`, or inside the "
+                "`microbatch` context."
+            )
+        history = self.running.expectations(index)
+        result = coefficients(statistics, self.advantages, self.rule, history, self.loss_scale)
+        self.results[index] = result
         self.reached[index] += 1
         return result.c
 

@@ -7,16 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 from .attach import ISOPO
 from .config import ISOPOConfig
 from .objectives import sampler_weights
 
+
+logger = get_logger(__name__)
 
 STATE_FILE = "isopo_state.pt"
 
@@ -123,9 +127,10 @@ class ISOPOTrainer(GRPOTrainer):
         )
         if args.kl_in_reward:
             self._reference: dict[str, Any] = {}
-            self.reward_funcs.append(self._kl_to_reference)
-            self.reward_func_names.append("kl")
-            self.reward_processing_classes.append(None)
+            # New lists: TRL keeps the ones it was given
+            self.reward_funcs = [*self.reward_funcs, self._kl_to_reference]
+            self.reward_func_names = [*self.reward_func_names, "kl_to_reference"]
+            self.reward_processing_classes = [*self.reward_processing_classes, None]
             self.reward_weights = torch.cat([self.reward_weights, torch.tensor([-args.beta])])
 
     # The loss
@@ -148,6 +153,11 @@ class ISOPOTrainer(GRPOTrainer):
             raise ValueError(
                 f"ISOPO takes one advantage per sequence, got shape {list(advantages.shape)}: per-token advantages "
                 "are not supported."
+            )
+        if self.off_policy_mask_threshold is not None and "sampling_per_token_logps" not in inputs:
+            raise ValueError(
+                "off_policy_mask_threshold compares with the sampler's log-probabilities, but the `rollout_func` "
+                "returned none: return `logprobs`, or leave the threshold unset."
             )
         train = torch.is_grad_enabled()
         if train:
@@ -212,24 +222,31 @@ class ISOPOTrainer(GRPOTrainer):
         of_interest = weights.flatten() if mode.startswith("sequence") else weights[mask.bool()]
         if of_interest.numel() == 0:
             of_interest = weights.new_zeros(1)
-        gather = self.accelerator.gather
+        figures = {
+            "sampling_logp_difference/mean": difference.sum() / scored.sum().clamp(min=1),
+            "sampling_logp_difference/max": difference.max(),
+            "importance_sampling_ratio/min": of_interest.min(),
+            "importance_sampling_ratio/mean": of_interest.mean(),
+            "importance_sampling_ratio/max": of_interest.max(),
+        }
+        gathered = self.accelerator.gather(torch.stack(list(figures.values())).unsqueeze(0))
         metrics = self._metrics["train" if self.model.training else "eval"]
-        name = "sampling/sampling_logp_difference"
-        metrics[f"{name}/mean"].append(gather(difference.sum() / scored.sum().clamp(min=1)).mean().item())
-        metrics[f"{name}/max"].append(gather(difference.max()).max().item())
-        name = "sampling/importance_sampling_ratio"
-        metrics[f"{name}/min"].append(gather(of_interest.min()).min().item())
-        metrics[f"{name}/mean"].append(gather(of_interest.mean()).mean().item())
-        metrics[f"{name}/max"].append(gather(of_interest.max()).max().item())
+        over_ranks = {
+            "min": gathered.amin(0).tolist(),
+            "mean": gathered.mean(0).tolist(),
+            "max": gathered.amax(0).tolist(),
+        }
+        for place, name in enumerate(figures):
+            metrics[f"sampling/{name}"].append(over_ranks[name.rpartition("/")[2]][place])
         return weights
 
     def _log_step(self, figures: dict[str, float]) -> None:
         broken = int(figures.pop("broken_sequences"))
         if broken:
             raise FloatingPointError(
-                f"The gradients of {broken} sequences of this step are not finite: lower the learning rate, or train "
-                "in bf16 or fp32. The weights have not been updated with them, and the running statistics do not "
-                "contain them."
+                f"Gradients of this step are not finite (statistics of {broken} sequences are affected): lower the "
+                "learning rate, or train in bf16 or fp32. The weights have not been updated with them, and the "
+                "running statistics do not contain them."
             )
         for name, value in figures.items():
             self._metrics["train"][f"isopo/{name}"].append(value)
@@ -266,6 +283,11 @@ class ISOPOTrainer(GRPOTrainer):
                 )
         if self.args.kl_in_reward:  # a completion that no reward function scores stays unscored
             unscored = torch.isnan(rewards[:, :-1]).all(dim=1)
+            if unscored.any():
+                logger.warning(
+                    f"All reward functions returned None for {int(unscored.sum())} of {len(unscored)} completions, "
+                    "which are left out: please ensure that at least one returns a valid reward."
+                )
             rewards[:, -1] = rewards[:, -1].masked_fill(unscored, torch.nan)
         return rewards
 
@@ -278,7 +300,8 @@ class ISOPOTrainer(GRPOTrainer):
         if reference["sampler_logps"] is not None:
             logps = _padded(reference["sampler_logps"], mask, fill=0)
         else:
-            with torch.no_grad():
+            checkpointing: Any = self.args.gradient_checkpointing_kwargs
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
                 logps, _, _ = super()._get_per_token_logps_and_entropies(
                     self.model, input_ids, attention_mask, logits_to_keep, *args, **reference["keywords"]
                 )

@@ -210,7 +210,9 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
                 regular = (x * x + level) ** 0.5
             product *= regular**exponent if regular > 0 else 0.0
         f.append(product)
-    if scale == "relative" and used:
+    if "fisher" in looked_at and weight == 0:  # nothing is known of F: everybody gets the mean multiplier
+        f = [1.0 if scale == "relative" else 0.0 if history is None else history["fx"] / history["x"]] * len(V)
+    elif scale == "relative" and used:
         x = F if "fisher" in looked_at else N
         numerator = mean("fx", [a * b for a, b in zip(f, x, strict=True)])
         f = [value * mean("x", x) / numerator if numerator > 0 else 0.0 for value in f]

@@ -61,7 +61,7 @@ def backward(trainer, batch):
     trainer.compute_loss(trainer.model, batch.for_trl()).backward()
     samples = trainer.isopo.current.samples
     trainer.isopo.end()
-    return None if samples is None else samples.rows[samples.present]
+    return None if samples is None else samples.rows[~samples.absent]
 
 
 def check(model, expected, tolerance=TOLERANCE):

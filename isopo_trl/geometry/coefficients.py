@@ -16,7 +16,10 @@ any history it is the microbatch's own mean. With `scale="relative"`, `f` is div
 `F`, or `N` for a rule without `F`, and the interacting `c` is multiplied by `c0`: coefficients become dimensionless
 and of order one. `scale="paper"` is the formula to the letter.
 
-A sequence without a gradient (`F_s = 0` or `N_s = 0`) keeps a zero one: `0^-1` counts as 0.
+A sequence without a gradient (`F_s = 0` or `N_s = 0`) keeps a zero one: `0^-1` counts as 0. Where no sampled position
+has a gradient at a layer (a few long prompts before short completions, and the last layers, which only completions
+reach), its Fisher norms are not known, and every sequence gets the layer's mean multiplier: `f = 1` in the relative
+scale.
 """
 
 from dataclasses import dataclass
@@ -25,8 +28,7 @@ from typing import NamedTuple
 import torch
 
 from .cost import Needs
-from .running import EXPECTATIONS
-from .statistics import Statistics, fisher_norm, scalar_dtype
+from .statistics import Statistics, fisher_norm
 
 
 # name: (p, q, r)
@@ -119,133 +121,159 @@ class Rule:
     @property
     def degree(self) -> float:
         """Power of a constant factor of the loss that the coefficient carries under `scale="paper"`."""
+        if self.keep_small:  # a function of x^2 / E[x^2]
+            return 0.0
         return -2.0 if self.interacting else self.exponents[0] + self.exponents[1]
+
+
+class Expectations(NamedTuple):
+    """
+    What one layer's rule refers to, from its running means.
+
+    Args:
+        mean_square (`torch.Tensor`): `[3]`, `E[F^2]`, `E[N^2]`, `E[(F/N)^2]`.
+        scale (`torch.Tensor`): scalar, `E[x] / E[f x]`.
+        multiplier (`torch.Tensor`): scalar, `E[f x] / E[x]`, the mean multiplier of the formula to the letter.
+    """
+
+    mean_square: torch.Tensor
+    scale: torch.Tensor
+    multiplier: torch.Tensor
 
 
 class Coefficients(NamedTuple):
     """
-    What a layer's backward needs, `c`, and what is recorded of it; each `[m]`.
+    What a layer's backward needs, `c` `[m]`, and what is kept of it for the running means and the log.
 
     Args:
         c: coefficient of each sequence's gradient.
-        fisher: `F_s`, zero where the rule does not ask for it.
-        norm: `N_s`, likewise.
-        raw: `f_s` before the scale.
-        multiplier: `f_s`; for the interacting rule, `c_s / A_s` (NaN where `A_s` is zero).
+        fisher: `F_s` `[m]`, `None` where the rule does not ask for it.
+        norm: `N_s` `[m]`, likewise.
+        raw: `f_s` `[m]` before the scale; `None` where `c` does not come from one.
     """
 
     c: torch.Tensor
-    fisher: torch.Tensor
-    norm: torch.Tensor
-    raw: torch.Tensor
-    multiplier: torch.Tensor
+    fisher: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
+    raw: torch.Tensor | None = None
 
 
-def mean_over(x: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+def mean_over(x: torch.Tensor | None, alive: torch.Tensor | None) -> torch.Tensor:
     """Mean of `x` `[m]` over the sequences that are `alive` `[m]`; zero if none is."""
+    assert x is not None and alive is not None
     return torch.where(alive, x, 0).sum() / alive.sum().clamp(min=1)
 
 
 def ratio(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`x / y`, and 0 where `y` is 0."""
-    return torch.where(y > 0, x / torch.where(y > 0, y, 1), 0)
+    return (x / y).masked_fill(y == 0, 0)
 
 
 def power(x: torch.Tensor, exponent: float) -> torch.Tensor:
-    """`x^exponent` for `x >= 0`, and 0 where `x` is 0 whatever the exponent (1 for exponent 0)."""
-    if exponent == 0:
-        return torch.ones_like(x)
-    return torch.where(x > 0, torch.where(x > 0, x, 1) ** exponent, 0)
+    """`x^exponent` for `x >= 0`, and 0 where `x` is 0 whatever the exponent."""
+    return x.pow(exponent).masked_fill(x == 0, 0)
 
 
 def regularized(x: torch.Tensor, mean_square: torch.Tensor, rule: Rule) -> torch.Tensor:
     """`reg2(x)` with `mean_square` for `E[x^2]`."""
-    if rule.lambda_ == 0:
-        return x
     level = rule.lambda_ * mean_square
     if rule.keep_small:
-        return torch.where(level > 0, (ratio(x.square(), level) + 1).sqrt(), 0)
+        return (x.square() / level + 1).sqrt().masked_fill(level == 0, 0)
     return (x.square() + level).sqrt()
 
 
-def alive_sequences(fisher: torch.Tensor, norm: torch.Tensor, needs: Needs) -> torch.Tensor:
-    """Sequences with a finite, non-zero value of every statistic that the rule asks for; `[..., m]`."""
-    alive = torch.ones_like(fisher, dtype=torch.bool)
-    if needs.overlap:
-        alive = alive & (fisher > 0) & torch.isfinite(fisher)
-    if needs.norm or needs.ntk:
-        alive = alive & (norm > 0) & torch.isfinite(norm)
-    return alive
+def alive_sequences(fisher: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
+    """Sequences with a finite, non-zero value of every statistic that there is; `[..., m]`."""
+    given = [x for x in (fisher, norm) if x is not None]
+    alive = (given[0] > 0) & torch.isfinite(given[0])
+    return alive if len(given) == 1 else alive & (given[1] > 0) & torch.isfinite(given[1])
 
 
 def coefficients(
     statistics: Statistics,
     advantages: torch.Tensor,
     rule: Rule,
-    history: torch.Tensor,
-    known: torch.Tensor,
+    history: Expectations | None,
     loss_scale: float = 1.0,
 ) -> Coefficients:
     """
     Coefficients of one layer in one microbatch.
+
+    Runs once per layer and backward, so it is written with few operations in mind: what can be computed for all layers
+    at once is left to [`~geometry.running.RunningStatistics`].
 
     Args:
         statistics ([`Statistics`]): what `rule.needs` asks for.
         advantages (`torch.Tensor`): `[m]`, `A_s`, or `|A_s|` where the loss contains the sign already, so that `V_s`
             carries it: every rule is invariant under moving signs from the one to the other.
         rule ([`Rule`]): the rule.
-        history (`torch.Tensor`): `[5]`, the running means `EXPECTATIONS` of this layer.
-        known (`torch.Tensor`): scalar, whether there is a history.
+        history ([`Expectations`], *optional*): running means of this layer; `None` before there are any, when the
+            microbatch's own means stand in.
         loss_scale (`float`): constant that the loss carries; running means are kept without it, so that a change of it
             from one step to the next (a shorter last accumulation window) is not mistaken for a change of the
             gradients.
     """
-    dtype = scalar_dtype(advantages.device)
-    advantages = advantages.to(dtype)
-    needs = rule.needs
-    zeros = torch.zeros_like(advantages)
-    factor = loss_scale**rule.degree if rule.scale == "paper" else 1.0
-
+    if not any(rule.needs):
+        return Coefficients(c=advantages)
     if rule.interacting:
-        assert statistics.ntk is not None
-        ntk = statistics.ntk.to(dtype) / loss_scale**2
-        norm = ntk.diagonal().clamp(min=0).sqrt()
-        alive = alive_sequences(zeros, norm, needs)
-        mean_square = torch.where(known, history[EXPECTATIONS.index("norm^2")], mean_over(norm.square(), alive))
-        c = interacting_coefficients(ntk, advantages, rule.lambda_ * mean_square, alive, rule.scale) * factor
-        multiplier = torch.where(advantages != 0, c / torch.where(advantages != 0, advantages, 1), torch.nan)
-        return Coefficients(c=c, fisher=zeros, norm=norm, raw=zeros, multiplier=multiplier)
+        return _interacting(statistics, advantages, rule, history, loss_scale)
+    return _non_interacting(statistics, advantages, rule, history, loss_scale)
 
-    fisher = norm = zeros
-    if needs.overlap:
+
+def _non_interacting(
+    statistics: Statistics, advantages: torch.Tensor, rule: Rule, history: Expectations | None, loss_scale: float
+) -> Coefficients:
+    fisher = norm = relative = informed = None
+    if rule.needs.overlap:
         assert statistics.overlap is not None and statistics.sample_norm is not None
-        fisher = fisher_norm(statistics.overlap, statistics.sample_norm) / loss_scale
-    if needs.norm:
+        fisher, informed = fisher_norm(statistics.overlap, statistics.sample_norm)
+        fisher = fisher if loss_scale == 1 else fisher / loss_scale
+    if rule.needs.norm:
         assert statistics.norm is not None
-        norm = statistics.norm.to(dtype).clamp(min=0).sqrt() / loss_scale
-    if not needs.overlap and not needs.norm:
-        ones = torch.ones_like(advantages)
-        return Coefficients(c=advantages, fisher=zeros, norm=zeros, raw=ones, multiplier=ones)
+        norm = statistics.norm.to(advantages.dtype).clamp(min=0).sqrt()
+        norm = norm if loss_scale == 1 else norm / loss_scale
+    if fisher is not None and norm is not None:
+        relative = ratio(fisher, norm)
+    alive = alive_sequences(fisher, norm) if history is None else None
 
-    relative = ratio(fisher, norm)
-    alive = alive_sequences(fisher, norm, needs)
-    x = fisher if needs.overlap else norm
-    p, q, r = rule.exponents
-
-    def expectation(name: str, own: torch.Tensor) -> torch.Tensor:
-        return torch.where(known, history[EXPECTATIONS.index(name)], mean_over(own, alive))
-
-    raw = torch.ones_like(advantages)
-    for name, value, exponent in (("fisher", fisher, p), ("norm", norm, q), ("relative", relative, r)):
-        if exponent != 0:
-            raw = raw * power(regularized(value, expectation(f"{name}^2", value.square()), rule), exponent)
-    # A statistic that is not finite marks a broken sequence; it is counted and reported by the caller
-    raw = torch.where(torch.isfinite(raw), raw, 0)
-    if rule.scale == "relative":
-        multiplier = raw * ratio(expectation("x", x), expectation("fx", raw * x))
-    else:
+    raw = None
+    for place, (value, exponent) in enumerate(zip((fisher, norm, relative), rule.exponents, strict=True)):
+        if exponent == 0:
+            continue
+        assert value is not None
+        if rule.lambda_ > 0:
+            mean_square = mean_over(value.square(), alive) if history is None else history.mean_square[place]
+            value = regularized(value, mean_square, rule)
+        part = power(value, exponent)
+        raw = part if raw is None else raw * part
+    assert raw is not None
+    mean: torch.Tensor | float = 1.0
+    if rule.scale == "paper":
+        factor = loss_scale**rule.degree
         multiplier = raw * factor
-    return Coefficients(c=advantages * multiplier, fisher=fisher, norm=norm, raw=raw, multiplier=multiplier)
+        mean = 0.0 if history is None else history.multiplier * factor
+    elif history is not None:
+        multiplier = raw * history.scale
+    else:
+        x = fisher if fisher is not None else norm
+        assert x is not None
+        multiplier = raw * ratio(mean_over(x, alive), mean_over(raw * x, alive))
+    if informed is not None:
+        multiplier = torch.where(informed, multiplier, mean)
+    return Coefficients(c=advantages * multiplier, fisher=fisher, norm=norm, raw=raw)
+
+
+def _interacting(
+    statistics: Statistics, advantages: torch.Tensor, rule: Rule, history: Expectations | None, loss_scale: float
+) -> Coefficients:
+    assert statistics.ntk is not None
+    ntk = statistics.ntk.to(advantages.dtype)
+    ntk = ntk if loss_scale == 1 else ntk / loss_scale**2
+    norm = ntk.diagonal().clamp(min=0).sqrt()
+    alive = alive_sequences(None, norm)
+    mean_square = mean_over(norm.square(), alive) if history is None else history.mean_square[1]
+    c = interacting_coefficients(ntk, advantages, rule.lambda_ * mean_square, alive, rule.scale)
+    return Coefficients(c=c * loss_scale**rule.degree if rule.scale == "paper" else c, norm=norm)
 
 
 def interacting_coefficients(
@@ -265,8 +293,7 @@ def interacting_coefficients(
     # In units of c0 the matrix is K / c0 + I, which is well conditioned whatever the size of the gradients
     safe = torch.where(c0 > 0, c0, 1)
     matrix = torch.where(keep.unsqueeze(0) & keep.unsqueeze(1), ntk / safe, 0)
-    matrix = matrix + torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    matrix.diagonal().add_(1)
     factor, _ = torch.linalg.cholesky_ex(matrix)
-    solution = torch.cholesky_solve(torch.where(keep, advantages, 0).unsqueeze(1), factor).squeeze(1)
-    solution = torch.where(keep, solution, 0)
+    solution = torch.cholesky_solve((advantages * keep).unsqueeze(1), factor).squeeze(1) * keep
     return solution if scale == "relative" else solution / safe

@@ -49,6 +49,11 @@ class Sequences:
         rows = ids.numel()
         ids = ids.reshape(-1).long()
         lengths = torch.bincount(ids.clamp(min=-1) + 1, minlength=count + 1)[1:]
+        if len(lengths) > count:
+            raise ValueError(
+                f"`sequence_ids` names sequence {len(lengths) - 1}, but there are {count} advantages: number the "
+                f"sequences 0 to {count - 1}."
+            )
         length = max(int(lengths.max()), 1)
         order = torch.argsort(ids, stable=True)
         order = order[rows - int(lengths.sum()) :]  # rows of no sequence sort first
@@ -64,19 +69,21 @@ class Sequences:
         if self.index is None:
             return x.reshape(self.count, self.length, *x.shape[1:])
         present = (self.index >= 0).reshape(self.count, self.length, *[1] * (x.dim() - 1))
-        return x[self.index.clamp(min=0)] * present.to(x.dtype)
+        # Not a product: row 0 stands in for an absent one, and zero times it is not zero where it is not finite
+        return torch.where(present, x[self.index.clamp(min=0)], 0)
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the rows of each sequence along the last dimension, `[..., N]` -> `[..., m]`."""
         if self.index is None:
             return x.reshape(*x.shape[:-1], self.count, self.length).sum(-1)
-        return (x[..., self.index.clamp(min=0)] * (self.index >= 0).to(x.dtype)).sum(-1)
+        return torch.where(self.index >= 0, x[..., self.index.clamp(min=0)], 0).sum(-1)
 
-    def spread(self, c: torch.Tensor) -> torch.Tensor:
-        """Each row's sequence value, `[m]` -> `[N, 1]`, zero for rows of no sequence."""
+    def scaled(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        """Each row multiplied by its sequence's value, `x` `[N, ...]`, `c` `[m]`; zero for rows of no sequence."""
         if self.ids is None:
-            return c.unsqueeze(1).expand(self.count, self.length).reshape(-1, 1)
-        return torch.where(self.ids < 0, c.new_zeros(()), c[self.ids.clamp(min=0)]).unsqueeze(1)
+            return (self.padded(x) * c.view(-1, *[1] * x.dim())).view(x.shape)
+        c = torch.where(self.ids < 0, 0, c[self.ids.clamp(min=0)])
+        return x * c.view(-1, *[1] * (x.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -86,22 +93,30 @@ class Samples:
 
     Args:
         rows (`torch.Tensor`): `[n]`, row numbers.
-        present (`torch.Tensor`): `[n]`, whether the entry is a position at all: a batch may have fewer real positions
-            than samples were asked for.
+        absent (`torch.Tensor`): `[n]`, whether the entry is no position at all, since a batch may have fewer real
+            positions than samples were asked for; its row is some padding.
     """
 
     rows: torch.Tensor
-    present: torch.Tensor
+    absent: torch.Tensor
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """The sampled rows of `x`, `[N, ...]` -> `[n, ...]`, zero where the sample is absent."""
-        present = self.present.reshape(-1, *[1] * (x.dim() - 1))
-        return torch.where(present, x[self.rows], x.new_zeros(()))
+        """The sampled rows of `x`, `[N, ...]` -> `[n, ...]`; what is made of them goes through `masked`."""
+        return x.index_select(0, self.rows)
+
+    def split(self, size: int) -> "list[Samples]":
+        """The samples in groups of at most `size`."""
+        pairs = zip(self.rows.split(size), self.absent.split(size), strict=True)
+        return [Samples(*pair) for pair in pairs]
+
+    def masked(self, x: torch.Tensor) -> torch.Tensor:
+        """Zero where the sample is absent, `[n, ...]`."""
+        return x.masked_fill(self.absent.view(-1, *[1] * (x.dim() - 1)), 0)
 
     def moved(self, row_of: torch.Tensor) -> "Samples":
         """The same positions where rows are numbered differently: `row_of` `[N]` is the new number, or `-1`."""
         rows = row_of[self.rows]
-        return Samples(rows=rows.clamp(min=0), present=self.present & (rows >= 0))
+        return Samples(rows=rows.clamp(min=0), absent=self.absent | (rows < 0))
 
 
 def draw_samples(real: torch.Tensor, number: int, seed: int) -> Samples:
@@ -121,4 +136,4 @@ def draw_samples(real: torch.Tensor, number: int, seed: int) -> Samples:
     keys = torch.rand(real.numel(), generator=generator, dtype=torch.float64).to(torch.float32).to(real.device)
     keys = keys.masked_fill(~real, -1.0)
     values, rows = keys.topk(min(number, real.numel()))
-    return Samples(rows=rows, present=values >= 0)
+    return Samples(rows=rows, absent=values < 0)

@@ -61,18 +61,12 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 class Inputs(Protocol):
     """The `a` side of a layer: its kernel `k` between rows."""
 
-    def sampled(self, samples: Samples) -> torch.Tensor: ...
-
     def with_all(self, rows: torch.Tensor) -> torch.Tensor:
         """`k` between `rows` `[n]` and every row, `[n, N]`."""
         ...
 
     def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
         """`k` between positions `rows` of each sequence and all positions of it, `[m, r, T]`."""
-        ...
-
-    def diagonal(self, rows: torch.Tensor) -> torch.Tensor:
-        """`k(a_j, a_j)`, `[n]`."""
         ...
 
 
@@ -83,19 +77,13 @@ class DenseInputs:
     a: torch.Tensor
     bias: bool = False
 
-    def sampled(self, samples: Samples) -> torch.Tensor:
-        return _with_ones(samples.of(self.a), self.bias)
-
     def with_all(self, rows: torch.Tensor) -> torch.Tensor:
-        return product(self.a[rows], self.a.t()) + float(self.bias)
+        gram = product(self.a.index_select(0, rows), self.a.t())
+        return gram + 1 if self.bias else gram
 
     def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
         a = sequences.padded(self.a)
         return product(a[:, rows], a.transpose(1, 2)) + float(self.bias)
-
-    def diagonal(self, rows: torch.Tensor) -> torch.Tensor:
-        a = self.a[rows].to(accumulation_dtype(self.a.dtype))
-        return a.square().sum(-1) + float(self.bias)
 
 
 @dataclass
@@ -104,9 +92,6 @@ class OneHotInputs:
 
     ids: torch.Tensor
 
-    def sampled(self, samples: Samples) -> torch.Tensor:
-        raise TypeError("one-hot inputs are only used through their kernel")
-
     def with_all(self, rows: torch.Tensor) -> torch.Tensor:
         return self.ids[rows].unsqueeze(1) == self.ids.unsqueeze(0)
 
@@ -114,23 +99,25 @@ class OneHotInputs:
         ids = sequences.padded(self.ids)
         return ids[:, rows].unsqueeze(2) == ids.unsqueeze(1)
 
-    def diagonal(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.ones(rows.shape, device=rows.device)
 
-
-def _with_ones(x: torch.Tensor, bias: bool) -> torch.Tensor:
+def with_ones(x: torch.Tensor, bias: bool) -> torch.Tensor:
+    """`(x, 1)` along the last dimension, for a layer with a bias."""
     return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], dim=-1) if bias else x
 
 
-def sample_norm(g_samples: torch.Tensor, inputs: Inputs, samples: Samples) -> torch.Tensor:
-    """`|g_j|^2 k(a_j, a_j)`, `[n]`; zero for absent samples, whose `g_j` is zero."""
-    g_samples = g_samples.to(accumulation_dtype(g_samples.dtype))
-    return g_samples.square().sum(-1) * inputs.diagonal(samples.rows)
+def square_norms(x: torch.Tensor) -> torch.Tensor:
+    """`|x_i|^2` of each row."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=accumulation_dtype(x.dtype)).square()
 
 
-def overlap_of_products(gram_g: torch.Tensor, gram_a: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """`sum_{t in s} (g_j . g_t) k(a_j, a_t)` from the two Gram matrices `[n, N]` -> `[n, m]`."""
-    return sequences.sums(gram_g * gram_a)
+def overlap_of_products(
+    products: torch.Tensor, sequences: Sequences, samples: Samples
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Overlap `[n, m]` and sample norms `[n]` from `(g_j . g_t) k(a_j, a_t)` between samples and all rows, `[n, N]`.
+    """
+    sample_norm = products.gather(1, samples.rows.unsqueeze(1)).squeeze(1)
+    return samples.masked(sequences.sums(products)), samples.masked(sample_norm)
 
 
 def ghost_statistics(
@@ -149,13 +136,13 @@ def ghost_statistics(
     result = Statistics()
     if needs.overlap:
         assert samples is not None
-        g_samples = samples.of(g)
-        result.sample_norm = sample_norm(g_samples, inputs, samples)
         parts = [
-            overlap_of_products(product(g_part, g.t()), inputs.with_all(rows), sequences)
-            for g_part, rows in zip(g_samples.split(_ROWS_AT_ONCE), samples.rows.split(_ROWS_AT_ONCE), strict=True)
+            overlap_of_products(product(part.of(g), g.t()) * inputs.with_all(part.rows), sequences, part)
+            for part in samples.split(_ROWS_AT_ONCE)
         ]
-        result.overlap = torch.cat(parts)
+        overlap, sample_norm = zip(*parts, strict=True)
+        result.overlap = overlap[0] if len(parts) == 1 else torch.cat(overlap)
+        result.sample_norm = sample_norm[0] if len(parts) == 1 else torch.cat(sample_norm)
     if needs.ntk:
         result.ntk = _ghost_ntk(g, inputs, sequences)
         if needs.norm:
@@ -179,7 +166,7 @@ def _ghost_norm(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.
 def _ghost_ntk(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
     # Row by row: [rows, N] products, summed over the columns of each sequence, then over the rows of each
     parts = [
-        overlap_of_products(product(g[rows], g.t()), inputs.with_all(rows), sequences)
+        sequences.sums(product(g[rows], g.t()) * inputs.with_all(rows))
         for rows in torch.arange(sequences.rows, device=g.device).split(_ROWS_AT_ONCE)
     ]
     return sequences.sums(torch.cat(parts).t())
@@ -228,7 +215,7 @@ def sequence_gradients(
     whose gradient is the last column).
     """
     g_padded = sequences.padded(g).transpose(1, 2)
-    a_padded = _with_ones(sequences.padded(a), bias)
+    a_padded = with_ones(sequences.padded(a), bias)
     for start in range(0, g.shape[1], rows):
         block = slice(start, start + rows)
         yield block, product(g_padded[:, block], a_padded)
@@ -253,19 +240,22 @@ def linear_statistics(
         sequences, samples, needs: as for [`ghost_statistics`].
         strategy (`str`): `"ghost"`, `"kept"` or `"blocks"`, see [`~geometry.cost.choose_strategy`].
     """
-    inputs = DenseInputs(a, bias)
     if strategy == "ghost":
-        return ghost_statistics(g, inputs, sequences, samples, needs), None
-    g_samples = samples.of(g) if samples is not None and needs.overlap else None
-    a_samples = inputs.sampled(samples) if samples is not None and needs.overlap else None
+        return ghost_statistics(g, DenseInputs(a, bias), sequences, samples, needs), None
+    g_samples = a_samples = None
+    if needs.overlap:
+        assert samples is not None
+        g_samples, a_samples = samples.of(g), with_ones(samples.of(a), bias)
     statistics = VStatistics(needs, a_samples)
     rows = g.shape[1] if strategy == "kept" else block_rows(sequences.count, a.shape[1] + bias)
     V = None
     for block, V in sequence_gradients(g, a, bias, sequences, rows):
         statistics.add(V, None if g_samples is None else g_samples[:, block])
-    if g_samples is not None and samples is not None:
-        statistics.result.sample_norm = sample_norm(g_samples, inputs, samples)
-    return statistics.result, V if strategy == "kept" else None
+    result = statistics.result
+    if samples is not None and g_samples is not None and a_samples is not None and result.overlap is not None:
+        result.overlap = samples.masked(result.overlap)
+        result.sample_norm = samples.masked(square_norms(g_samples) * square_norms(a_samples))
+    return result, V if strategy == "kept" else None
 
 
 def elementwise_statistics(
@@ -278,31 +268,29 @@ def elementwise_statistics(
         v (`torch.Tensor`): `[N, d]`, the parameter's gradient at each position.
         sequences, samples, needs: as for [`ghost_statistics`].
     """
-    V = sequences.padded(v).to(accumulation_dtype(v.dtype)).sum(1)
+    V = sequences.padded(v).sum(1, dtype=accumulation_dtype(v.dtype))
     result = Statistics()
     if needs.overlap:
         assert samples is not None
         v_samples = samples.of(v).to(V.dtype)
-        result.overlap = v_samples @ V.t()
-        result.sample_norm = v_samples.square().sum(-1)
+        result.overlap = samples.masked(v_samples @ V.t())
+        result.sample_norm = samples.masked(square_norms(v_samples))
     if needs.ntk:
         result.ntk = V @ V.t()
     if needs.norm:
-        result.norm = V.square().sum(-1)
+        result.norm = square_norms(V)
     return result, V
 
 
-def fisher_norm(overlap: torch.Tensor, sample_norm: torch.Tensor) -> torch.Tensor:
+def fisher_norm(overlap: torch.Tensor, sample_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    `F_s = sqrt(sum_j overlap_js^2 / sum_j |gradient_j|^2)`, `[m]`, in float64 where the device has it.
-
-    Sampled positions whose gradient is not finite say nothing about the other sequences and are left out.
+    `F_s = sqrt(sum_j overlap_js^2 / sum_j |gradient_j|^2)`, `[m]`, and whether any sampled position has a gradient: if
+    none has, `F` is zero but not known to be.
     """
     dtype = scalar_dtype(overlap.device)
-    finite = torch.isfinite(sample_norm)
-    weight = torch.where(finite, sample_norm, 0).to(dtype).sum()
-    squares = torch.where(finite.unsqueeze(1), overlap, 0).to(dtype).square().sum(0)
-    return torch.where(weight > 0, squares / weight, squares).sqrt()
+    weight = sample_norm.sum(dtype=dtype)
+    F = torch.linalg.vector_norm(overlap, dim=0, dtype=dtype) * weight.clamp(min=torch.finfo(dtype).tiny).rsqrt()
+    return F, weight != 0
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:

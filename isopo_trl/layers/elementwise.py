@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..geometry.cost import Needs
 from ..geometry.statistics import elementwise_statistics
 from ..microbatch import Microbatch
-from .layer import Layer, Unsupported, has_own_forward
+from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward
 
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch) -> torch.Tensor:
@@ -37,6 +37,10 @@ class ElementwiseLayer(KeptLayer):
 
     kind = "elementwise"
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._axes: dict[int, tuple[int, ...]] = {}  # where positions were found, by number of dimensions
+
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
         sizes = {tuple(getattr(p, "ds_shape", p.shape)) for p in trainable.values()}
@@ -54,7 +58,10 @@ class ElementwiseLayer(KeptLayer):
         assert microbatch is not None
         names = self.parameters
         own = {name: module._parameters[name] for name in names}
-        axes = position_axes(self.name, x, microbatch)
+        axes, certain = position_axes(self.name, x, microbatch)
+        if certain:
+            self._axes[x.dim()] = axes
+        axes = self._axes.get(x.dim(), axes)
         handed_out = _HandOut.apply(axes, x.dim(), self, microbatch, *own.values())
         try:
             module._parameters.update(zip(names, handed_out, strict=True))
@@ -85,19 +92,21 @@ class _HandOut(torch.autograd.Function):
         return None, None, None, None, *(g.to(dtype) for g, dtype in zip(flat, ctx.dtypes, strict=True))
 
 
-def position_axes(name: str, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
+def position_axes(name: str, x: torch.Tensor, microbatch: Microbatch) -> tuple[tuple[int, ...], bool]:
     """
-    The dimensions of `x` that count sequences and positions: `[B, T, d]`, `[N, d]`, or with heads `[B, T, H, d]`, `[B,
-    H, T, d]`.
+    The dimensions of `x` that count sequences and positions, and whether there is no doubt about them: `[B, T, d]`,
+    `[N, d]`, `[1, N, d]`, or with heads `[B, T, H, d]`, `[B, H, T, d]`.
     """
     B, T = microbatch.shape
-    if x.dim() in (2, 3) and x.shape[0] == B * T and (x.dim() == 2 or x.shape[:2] != (B, T)):
-        return (0,)
     candidates = [axis for axis in range(1, x.dim() - 1) if x.shape[axis] == T] if x.shape[0] == B else []
     if not candidates:
+        if x.shape[0] == B * T:
+            return (0,), True
+        if x.dim() > 2 and x.shape[:2] == (1, B * T):
+            return (1,), True
         microbatch.rows(name, x)  # raises, and says what was seen
-    # As many heads as positions: positions come first in memory whichever way the view is turned
-    return (0, max(candidates, key=lambda axis: x.stride(axis)))
+    # As many heads as positions: projections put positions first in memory, whichever way the view is turned
+    return (0, max(candidates, key=lambda axis: x.stride(axis))), len(candidates) == 1
 
 
 def _is_elementwise(module: nn.Module, trainable: dict[str, nn.Parameter], size: int) -> bool:
@@ -124,7 +133,7 @@ def _is_elementwise(module: nn.Module, trainable: dict[str, nn.Parameter], size:
         with torch.no_grad():
             together = run(slice(None), slice(None))
             alone = torch.stack([run(b, t).reshape(-1) for b in range(2) for t in range(3)]).view(2, 3, -1)
-    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError):
+    except PROBE_ERRORS:
         return False  # a kernel that insists on a vector, or a module that is not called with one tensor
     finally:
         module._parameters.update(own)

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from ..geometry.cost import Needs
 from ..geometry.statistics import OneHotInputs, ghost_statistics
-from .layer import Layer, Unsupported, has_own_forward
+from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward
 
 
 class EmbeddingLayer(Layer):
@@ -60,6 +60,8 @@ def _looks_up_and_scales(module: nn.Embedding) -> bool:
     try:
         with torch.no_grad():
             output = type(module).forward(module, ids)
+    except PROBE_ERRORS:
+        return False  # not called with token ids, or not with them alone
     finally:
         module._parameters["weight"], module.padding_idx = own, padding
     return torch.equal(output, table[ids] * _as(getattr(module, "embed_scale", 1.0), table))
@@ -86,6 +88,6 @@ class _Embedding(torch.autograd.Function):
         needs = microbatch.rule.needs
         statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, microbatch.samples, needs)
         c = microbatch.coefficients(layer.index, statistics)
-        g = g * microbatch.sequences.spread(c.to(g.dtype))
+        g = microbatch.sequences.scaled(g, c.to(g.dtype))
         gradient = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)
         return None, gradient.to(ctx.dtype), None, None, None

@@ -1,6 +1,7 @@
 """What all kinds of layers share: putting a forward in place, and finding the current microbatch."""
 
-import types
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,6 +13,10 @@ from ..geometry.cost import Needs
 if TYPE_CHECKING:
     from ..attach import ISOPO
     from ..microbatch import Microbatch
+
+
+# What a module's forward may raise when it is tried on inputs it was not made for
+PROBE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 class Unsupported(Exception):
@@ -67,8 +72,8 @@ class Layer:
 
     def attach(self) -> None:
         self.module._isopo_layer = self  # type: ignore[assignment]
-        # A bound method, not a closure: a deep copy of the model then has its own module behind it
-        self.module.forward = types.MethodType(_forward, self.module)
+        # A partial, not a closure: a deep copy of the model then has its own module behind it, and it can be pickled
+        self.module.forward = functools.partial(_forward, self.module)
 
     def detach(self) -> None:
         self.module.__dict__.pop("forward", None)
@@ -86,6 +91,9 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     # A deep copy of the model carries the layer along but is not the model that is trained
     if layer is None or getattr(layer, "module", None) is not module or layer.microbatch is None:
         return type(module).forward(module, *args, **kwargs)
+    if not args:  # the input given by name
+        kind: Any = type(module)
+        args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)
     return layer.forward(module, *args, **kwargs)
 
 

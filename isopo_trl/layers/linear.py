@@ -93,9 +93,9 @@ def linear_gradient(
     if kept is not None:
         total = torch.einsum("m,mpd->pd", c.to(kept.dtype), kept)
         return (total[:, :-1], total[:, -1]) if bias else (total, None)
-    c_rows = sequences.spread(c.to(g.dtype))
+    c = c.to(g.dtype)
     if bias or g.shape[1] <= a.shape[1]:
-        g = g * c_rows
+        g = sequences.scaled(g, c)
     else:  # the same product, with fewer elements to scale
-        a = a * c_rows
+        a = sequences.scaled(a, c)
     return g.t() @ a, g.sum(0) if bias else None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
@@ -24,8 +25,9 @@ from ..geometry.statistics import (
     Statistics,
     VStatistics,
     accumulation_dtype,
-    overlap_of_products,
     product,
+    square_norms,
+    with_ones,
 )
 from ..microbatch import Microbatch
 from .layer import Unsupported, has_own_forward
@@ -59,7 +61,9 @@ class LMHeadLayer(LinearLayer):
     def fused(self, *args: Any) -> Any:
         """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs."""
         microbatch = self.microbatch
-        if microbatch is None:
+        own = self.module.get_parameter("weight")
+        # FSDP2's sharded weight arrives here as a whole; any other weight is another model's
+        if microbatch is None or not (args[1] is own or (isinstance(own, DTensor) and args[1].shape == own.shape)):
             return ChunkedLogProbFunction.apply(*args)
         return _FusedLMHead.apply(*args, self, microbatch)
 
@@ -125,6 +129,12 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
             part = slice(start, min(start + width, vocab))
             yield part, _logits_gradient(a[rows], weight, bias, targets[rows], log_z[rows], grad, part, ctx)
 
+    if len(a) == 0:  # no token is scored, and TRL still asks for a gradient
+        m, none = sequences.count, grad.new_zeros
+        microbatch.coefficients(ctx.layer.index, Statistics(none(1, m), none(1), none(m), none(m, m)))
+        parts = ((needs_hidden, hidden), (needs_weight, weight), (needs_bias, bias))
+        return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
+
     n = 0 if samples is None else len(samples.rows)
     strategy = choose_strategy(sequences.count, sequences.length, vocab, d, n, needs)
     if strategy == "ghost" and (needs.norm or needs.ntk):
@@ -135,17 +145,17 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
     elif strategy == "kept":
         width = vocab
 
-    inputs = DenseInputs(a, needs_bias)
     grad_hidden = torch.zeros(a.shape, device=a.device, dtype=dtype) if needs_hidden else None
     gram = from_V = sample_tiles = None
     V: Any = None
     norms = torch.zeros((), device=a.device, dtype=dtype)
     if needs.overlap:
-        sample_tiles = tiles(samples.rows, torch.where(samples.present, grad[samples.rows], 0), width)
+        sample_tiles = tiles(samples.rows, grad[samples.rows], width)
+        a_samples = with_ones(samples.of(a), needs_bias)
     if strategy == "ghost":
         gram = torch.zeros(n, len(a), device=a.device, dtype=dtype) if needs.overlap else None
     else:
-        from_V = VStatistics(needs, inputs.sampled(samples) if needs.overlap else None)
+        from_V = VStatistics(needs, a_samples if needs.overlap else None)
 
     for part, tile in tiles(slice(None), grad, width):
         if grad_hidden is not None:
@@ -153,20 +163,19 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
         sample_tile: Any = None
         if sample_tiles is not None:
             _, sample_tile = next(sample_tiles)
-            norms = norms + sample_tile.to(dtype).square().sum(-1)
+            norms = norms + square_norms(sample_tile)
         if gram is not None:
             gram += product(sample_tile, tile.t())
         if from_V is not None:
-            ones = [a.new_ones(len(a), 1)] if needs_bias else []
-            inputs_padded = sequences.padded(torch.cat([a, *ones], dim=1))
-            V = product(sequences.padded(tile).transpose(1, 2), inputs_padded)
+            V = product(sequences.padded(tile).transpose(1, 2), sequences.padded(with_ones(a, needs_bias)))
             from_V.add(V, sample_tile)
 
     statistics = Statistics() if from_V is None else from_V.result
     if needs.overlap:
-        statistics.sample_norm = norms * inputs.diagonal(samples.rows)
         if gram is not None:
-            statistics.overlap = overlap_of_products(gram, inputs.with_all(samples.rows), sequences)
+            statistics.overlap = sequences.sums(gram * DenseInputs(a, needs_bias).with_all(samples.rows))
+        statistics.overlap = samples.masked(statistics.overlap)
+        statistics.sample_norm = samples.masked(norms * square_norms(a_samples))
     c = microbatch.coefficients(ctx.layer.index, statistics)
 
     grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -176,7 +185,7 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
         grad_weight = total[:, :d].to(weight.dtype) if needs_weight else None
         grad_bias = total[:, -1].to(bias.dtype) if needs_bias else None
     else:
-        scaled = grad * sequences.spread(c.to(dtype)).squeeze(1)
+        scaled = sequences.scaled(grad, c.to(dtype))
         for part, tile in tiles(slice(None), scaled, width):
             if grad_weight is not None:
                 grad_weight[part] = product(tile.t(), a).to(weight.dtype)

@@ -1,0 +1,94 @@
+"""The choice of a strategy from shapes: the table of costs, and what follows from it for real layers."""
+
+import pytest
+
+from isopo_trl.geometry import cost
+from isopo_trl.geometry.cost import KEPT_LIMIT, Needs, block_rows, choose_strategy, relative_costs
+
+
+OVERLAP, NORM, NTK = Needs(overlap=True), Needs(norm=True), Needs(ntk=True)
+# Microbatch of 8 x 1024 tokens with 64 samples; layers of a 0.6B and an 8B model, and a LoRA factor of rank 16
+M, T, SAMPLES = 8, 1024, 64
+LARGE = [(1024, 3072), (6144, 2048), (4096, 4096), (14336, 4096)]
+LORA = [(16, 1024), (3072, 16), (8, 4096)]
+
+
+@pytest.mark.parametrize(("p", "d"), [*LARGE, *LORA])
+def test_costs_are_the_table(p, d):
+    t_star = p * d / (p + d)
+    N = M * T
+    table = {  # norm, overlap, NTK: ghost, keep all V, row blocks
+        NORM: (T / t_star, 0.0, 1.0),
+        OVERLAP: (SAMPLES / t_star, SAMPLES / T, 1 + SAMPLES / T),
+        NTK: (N / t_star, M**2 / N, 1 + M**2 / N),
+    }
+    for needs, (ghost, kept, blocks) in table.items():
+        costs = relative_costs(M, T, p, d, SAMPLES, needs)
+        # The table leaves out squaring V, one multiplication an element
+        expected = {"ghost": ghost, "kept": kept, "blocks": blocks}
+        assert costs == pytest.approx(expected, abs=1 / T if needs == NORM else 1e-12)
+
+
+def test_costs_of_several_statistics_add_up():
+    one = [relative_costs(4, 32, 48, 24, 10, needs) for needs in (OVERLAP, NORM, NTK)]
+    together = relative_costs(4, 32, 48, 24, 10, Needs(True, True, True))
+    assert together["ghost"] == pytest.approx(sum(costs["ghost"] for costs in one))
+    assert together["kept"] == pytest.approx(sum(costs["kept"] for costs in one))
+    # Blocks of V are formed once for all of them
+    assert together["blocks"] == pytest.approx(1 + together["kept"])
+
+
+@pytest.mark.parametrize(("p", "d"), LARGE)
+def test_the_overlap_of_a_large_layer_never_forms_sequence_gradients(p, d):
+    assert choose_strategy(M, T, p, d, SAMPLES, OVERLAP) == "ghost"
+
+
+@pytest.mark.parametrize("needs", [OVERLAP, NORM, NTK, Needs(True, True)])
+@pytest.mark.parametrize(("p", "d"), LORA)
+def test_a_lora_factor_keeps_its_small_sequence_gradients(p, d, needs):
+    assert choose_strategy(M, T, p, d, SAMPLES, needs) == "kept"
+
+
+@pytest.mark.parametrize("needs", [NORM, NTK])
+@pytest.mark.parametrize(("p", "d"), [(4096, 4096), (14336, 4096), (1024, 3072)])
+def test_norm_and_ntk_of_a_large_layer_go_in_bounded_blocks(p, d, needs):
+    assert choose_strategy(M, 4 * T, p, d, SAMPLES, needs) == "blocks"
+
+
+def test_short_sequences_on_a_large_layer_take_the_norm_from_products():
+    # T < T*: [T, T] products are cheaper than forming V
+    assert choose_strategy(M, 16, 4096, 4096, SAMPLES, NORM) == "ghost"
+
+
+def test_a_rule_without_statistics_forms_nothing():
+    assert relative_costs(M, T, 4096, 4096, 0, Needs()) == {"ghost": 0, "kept": 0, "blocks": 1}
+    assert choose_strategy(M, T, 4096, 4096, 0, Needs()) == "ghost"
+
+
+def test_sequence_gradients_are_kept_up_to_the_limit_and_not_beyond():
+    p, d = 64, 64
+    m = KEPT_LIMIT // (p * d)
+    assert choose_strategy(m, 4096, p, d, SAMPLES, NORM) == "kept"
+    assert choose_strategy(m + 1, 4096, p, d, SAMPLES, NORM) != "kept"
+
+
+def test_the_choice_is_the_cheapest_that_fits(monkeypatch):
+    monkeypatch.setattr(cost, "KEPT_LIMIT", 2**10)
+    for m in (1, 3, 8):
+        for length in (1, 7, 60, 500):
+            for p, d in [(4, 4), (16, 8), (64, 32)]:
+                for needs in (OVERLAP, NORM, NTK, Needs(True, True, False)):
+                    costs = relative_costs(m, length, p, d, 12, needs)
+                    fitting = {s: c for s, c in costs.items() if s != "kept" or m * p * d <= 2**10}
+                    chosen = choose_strategy(m, length, p, d, 12, needs)
+                    assert chosen in fitting and costs[chosen] == min(fitting.values())
+
+
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (8, 1024), (8, 4096), (3, 14337), (64, 151936)])
+def test_a_block_of_rows_fits_the_limit_and_one_more_row_would_not(m, d):
+    rows = block_rows(m, d)
+    assert m * rows * d <= KEPT_LIMIT < m * (rows + 1) * d
+
+
+def test_a_block_has_at_least_one_row():
+    assert block_rows(KEPT_LIMIT, 2) == 1

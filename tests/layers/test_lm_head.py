@@ -1,0 +1,237 @@
+"""TRL's fused LM head, and the place where TRL looks it up."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import trl.trainer.utils as trl_utils
+from torch import nn
+from trl.kernels import ChunkedLogProbFunction
+
+from isopo_trl import ISOPO
+from isopo_trl.geometry import cost
+from isopo_trl.geometry.coefficients import RULES
+from isopo_trl.layers import lm_head
+from tests import oracle
+
+
+B, T, C, HIDDEN, VOCABULARY = 3, 6, 4, 5, 11
+ADVANTAGES = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+ATTENTION = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+SCORED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]])  # of the last C tokens
+
+
+class LanguageModel(nn.Module):
+    """A head over given hidden states: what the fused path and the module path have in common."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=bias)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, hidden):
+        return self.lm_head(hidden)
+
+
+@pytest.fixture
+def float64_throughout(monkeypatch):
+    """TRL's fused head goes to float32 in places; here it cannot."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+
+
+def example(bias):
+    generator = torch.Generator().manual_seed(0)
+    model = LanguageModel(bias).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    hidden = torch.randn(B, T - 1, HIDDEN, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCABULARY, (B, T - 1), generator=generator)
+    weights = torch.zeros(B, T - 1, dtype=torch.float64)
+    weights[:, T - 1 - C :] = SCORED * torch.rand(B, C, generator=generator, dtype=torch.float64)
+    return model, hidden, targets, weights
+
+
+def fused_logps(hidden, head, targets, temperature=1.0, softcap=None, logit_scale=1.0):
+    """As TRL's patched forward calls it."""
+    return trl_utils._ChunkedLogProbFunction.apply(
+        hidden, head.weight, head.bias, targets, temperature, 4, softcap, logit_scale, ()
+    )[0]
+
+
+def direct_logps(hidden, head, targets, temperature=1.0, softcap=None, logit_scale=1.0):
+    logits = head(hidden) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return (logits / temperature).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def definition(model, hidden, targets, weights, rows, rule, **settings):
+    """`sum_s c_s V_s` from the gradient of each prediction alone, and the plain gradient of the hidden states."""
+    parameters = list(model.parameters())
+    size = sum(p.numel() for p in parameters)
+    G = torch.zeros(B, T, size, dtype=torch.float64)  # the last position predicts nothing
+    for b, t in itertools.product(range(B), range(T - 1)):
+        loss = -weights[b, t] * direct_logps(hidden[b, t], model.lm_head, targets[b, t], **settings)
+        G[b, t] = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+    V = G.sum(1)
+    c = oracle.coefficients(V, G.view(B * T, -1)[rows], ADVANTAGES, rule)
+    leaf = hidden.clone().requires_grad_()
+    (-weights * direct_logps(leaf, model.lm_head, targets, **settings)).sum().backward()
+    flat = (c @ V).split([p.numel() for p in parameters])
+    return [g.view_as(p) for g, p in zip(flat, parameters, strict=True)], leaf.grad
+
+
+def check(rule, compact, bias, **settings):
+    model, hidden, targets, weights = example(bias)
+    plain = copy.deepcopy(model)
+    isopo = ISOPO(model, rule, fisher_samples=9)
+    leaf = hidden.clone().requires_grad_()
+    keep = torch.zeros(B, T - 1, dtype=torch.bool)
+    keep[:, T - 1 - C :] = SCORED.bool()
+    if not compact:
+        keep[:] = True
+    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED) as microbatch:
+        logps = fused_logps(leaf[keep], model.lm_head, targets[keep], **settings)
+        (-weights[keep] * logps).sum().backward()
+    samples = microbatch.samples
+    rows = torch.tensor([], dtype=torch.long) if samples is None else samples.rows[~samples.absent]
+    expected, hidden_gradient = definition(plain, hidden, targets, weights, rows, rule, **settings)
+    torch.testing.assert_close(leaf.grad, hidden_gradient, rtol=1e-9, atol=1e-12)
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("compact", [False, True], ids=["all rows", "scored rows"])
+@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_fused_head_has_the_gradient_of_the_definition(rule, strategy, compact, bias, monkeypatch):
+    monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
+    monkeypatch.setattr(lm_head, "_TILE", 50)  # several tiles over the vocabulary
+    monkeypatch.setattr(cost, "KEPT_LIMIT", 70)
+    check(rule, compact, bias)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.7}, {"softcap": 1.5}, {"logit_scale": 0.3}, {"temperature": 2.0, "softcap": 2.0}]
+)
+@pytest.mark.parametrize("compact", [False, True], ids=["all rows", "scored rows"])
+def test_the_fused_head_honours_what_happens_to_the_logits(compact, settings):
+    check("fig4", compact, bias=True, **settings)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_microbatch_without_a_scored_token_gives_the_fused_head_a_zero_gradient(rule):
+    """On devices with Triton, TRL then hands over no row at all (`mask_truncated_completions`)."""
+    model, hidden, targets, _ = example(bias=True)
+    isopo = ISOPO(model, rule)
+    none = torch.zeros_like(SCORED)
+    leaf = hidden.flatten(0, 1)[:0].clone().requires_grad_()
+    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=none):
+        fused_logps(leaf, model.lm_head, targets.flatten()[:0]).sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() == 0
+    assert model.lm_head.bias.grad.abs().sum() == 0
+
+
+def test_a_head_that_is_called_as_a_module_is_a_linear_layer():
+    model, hidden, targets, _ = example(bias=True)
+    head = copy.deepcopy(model.lm_head)
+    isopo = ISOPO(model, "euclidean")
+    x = torch.cat([hidden, hidden[:, :1]], dim=1)  # [B, T, HIDDEN]
+    with isopo.microbatch(ADVANTAGES, attention_mask=torch.ones(B, T)):
+        model(x).pow(2).sum().backward()
+    V = []
+    for s in range(B):
+        gradients = torch.autograd.grad(head(x[s]).pow(2).sum(), list(head.parameters()))
+        V.append(torch.cat([g.flatten() for g in gradients]))
+    V = torch.stack(V)
+    expected = oracle.coefficients(V, V[:0], ADVANTAGES, "euclidean") @ V
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), expected)
+
+
+def test_an_entropy_gradient_is_refused():
+    model, hidden, targets, _ = example(bias=False)
+    isopo = ISOPO(model)
+    with (
+        pytest.raises(RuntimeError, match="entropy"),
+        isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED),
+    ):
+        arguments = (hidden.flatten(0, 1), model.lm_head.weight, None, targets.flatten())
+        outputs = trl_utils._ChunkedLogProbFunction.apply(*arguments, 1.0, 4, None, 1.0, ("entropy",))
+        (outputs[0].sum() + outputs[1].sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"attention_mask": ATTENTION},
+        {"sequence_ids": torch.arange(B).unsqueeze(1).expand(B, T), "completion_mask": SCORED},
+    ],
+    ids=["no completion mask", "packed"],
+)
+def test_the_fused_head_says_what_it_has_not_been_told(where):
+    model, hidden, targets, _ = example(bias=False)
+    with pytest.raises(RuntimeError, match="completion_mask"), ISOPO(model).microbatch(ADVANTAGES, **where):
+        fused_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+
+
+# The place where TRL looks the function up
+
+
+def test_trl_has_its_own_function_outside_of_a_microbatch():
+    model, *_ = example(bias=False)
+    isopo = ISOPO(model)
+    where = {"attention_mask": ATTENTION, "completion_mask": SCORED}
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+    isopo.begin(ADVANTAGES, **where)
+    assert trl_utils._ChunkedLogProbFunction is not ChunkedLogProbFunction
+    isopo.end()
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+    isopo.begin(ADVANTAGES, **where)
+    isopo.abort()
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+    isopo.begin(ADVANTAGES, **where)
+    isopo.begin(ADVANTAGES, **where)  # the first was never ended
+    isopo.end()
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+    isopo.begin(ADVANTAGES, **where)
+    isopo.detach()
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_an_error_in_a_microbatch_gives_trl_its_own_function_back():
+    model, *_ = example(bias=False)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ISOPO(model).microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED),
+    ):
+        raise KeyboardInterrupt
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_a_frozen_head_is_left_to_trl():
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), LanguageModel().requires_grad_(False))
+    model.get_output_embeddings = lambda: model[1].lm_head
+    with ISOPO(model).microbatch(ADVANTAGES, attention_mask=ATTENTION):
+        assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+
+
+def test_without_gradients_the_fused_head_is_trls():
+    model, hidden, targets, _ = example(bias=True)
+    direct = direct_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+    isopo = ISOPO(model)
+    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION) as microbatch, torch.no_grad():
+        logps = fused_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+    torch.testing.assert_close(logps.double(), direct.detach(), rtol=1e-5, atol=1e-5)
+    assert microbatch.reached == [0]

@@ -1,0 +1,286 @@
+"""What cannot be honoured is refused at construction, in one sentence that names the setting and the alternative."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import HfArgumentParser
+from trl import GRPOConfig, TrlParser
+
+from isopo_trl import ISOPO, ISOPOConfig
+from tests import tiny, training
+
+
+ADDED = [
+    field.name
+    for field in dataclasses.fields(ISOPOConfig)
+    if field.name not in {field.name for field in dataclasses.fields(GRPOConfig)}
+]
+
+
+def config(**settings):
+    return ISOPOConfig("unused", **{**training.SETTINGS, **settings})
+
+
+def sentences(message):
+    return len(re.findall(r"[.!?](?=\s|$)", message))
+
+
+# (settings, what the message must name)
+REFUSED = [
+    ({"rule": "natural"}, ["rule='natural'", "'fisher'", "'interacting'"]),
+    ({"scale": "absolute"}, ["scale='absolute'", "'relative'", "'paper'"]),
+    ({"rule": "interacting", "fisher_power": -1.0}, ["fisher_power", "rule='interacting'", "another rule"]),
+    ({"rule": "interacting", "norm_power": 0.0}, ["norm_power", "rule='interacting'", "another rule"]),
+    ({"rule": "interacting", "relative_power": 2.0}, ["relative_power", "rule='interacting'", "another rule"]),
+    ({"fisher_power": float("nan")}, ["fisher_power=nan", "finite"]),
+    ({"norm_power": float("inf")}, ["norm_power=inf", "finite"]),
+    ({"regularization": -0.1}, ["regularization=-0.1", "not negative"]),
+    ({"regularization": float("inf")}, ["regularization=inf", "finite"]),
+    ({"regularization": float("nan")}, ["regularization=nan", "finite"]),
+    ({"rule": "interacting", "regularization": 0.0}, ["regularization=0", "regularization > 0"]),
+    ({"keep_small": True}, ["keep_small=True", "regularization > 0", "keep_small=False"]),
+    ({"keep_small": True, "rule": "interacting"}, ["keep_small=True", "'interacting'", "keep_small=False"]),
+    ({"keep_small": True, "rule": "none", "regularization": 1.0}, ["keep_small=True", "'none'", "keep_small=False"]),
+    ({"regularization_decay": 1.0}, ["regularization_decay=1.0", "[0, 1)"]),
+    ({"regularization_decay": -0.1}, ["regularization_decay=-0.1", "[0, 1)"]),
+    ({"fisher_samples": 0}, ["fisher_samples=0", "at least 1"]),
+    ({"fisher_samples": 2.5}, ["fisher_samples=2.5", "whole number"]),
+    ({"loss_type": "cispo"}, ["loss_type='cispo'", "'dapo'"]),
+    ({"loss_type": "sapo"}, ["loss_type='sapo'", "'grpo'"]),
+    ({"loss_type": "vespo"}, ["loss_type='vespo'", "'dapo'"]),
+    ({"loss_type": "typo"}, ["loss_type='typo'", "'dapo'"]),
+    ({"epsilon": 0.1}, ["epsilon=0.1", "clipping", "remove", "`rule`"]),
+    ({"epsilon_high": 0.3}, ["epsilon_high=0.3", "clipping", "remove", "`rule`"]),
+    ({"delta": 2.0}, ["delta=2.0", "clipping", "remove", "`rule`"]),
+    ({"epsilon": 0.1, "delta": 2.0}, ["epsilon=0.1, delta=2.0", "remove"]),
+    ({"beta": 0.04}, ["beta=0.04", "kl_in_reward=True"]),
+    ({"kl_in_reward": True}, ["kl_in_reward=True", "set beta"]),
+    ({"entropy_coef": 0.01}, ["entropy_coef", "`temperature`", "`top_entropy_quantile`"]),
+    ({"use_adaptive_entropy": True}, ["use_adaptive_entropy", "`temperature`", "`top_entropy_quantile`"]),
+    ({"router_aux_loss_coef": 0.01}, ["router_aux_loss_coef=0.01", "router_aux_loss_coef=0.0"]),
+    ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
+    ({"torch_compile": True}, ["torch_compile=True", "torch_compile=False"]),
+    ({"torch_compile_backend": "eager"}, ["torch_compile=True", "torch_compile=False"]),
+    ({"fp16": True}, ["fp16=True", "bf16=True"]),
+]
+
+
+@pytest.mark.parametrize("settings, names", REFUSED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_setting_is_refused_with_its_alternative(settings, names):
+    with pytest.raises(ValueError) as error:
+        config(**settings)
+    message = str(error.value)
+    assert all(name in message for name in names), message
+    assert sentences(message) == 1 and message.endswith("."), message
+
+
+def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
+    with pytest.raises(ValueError, match="normalize_then_sum"):
+        config(beta=0.1, kl_in_reward=True, multi_objective_aggregation="normalize_then_sum")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon": 0.2},
+        {"regularization": 0},
+        {"regularization_decay": 0.0},
+        {"rule": "fisher", "fisher_power": 0.0},
+        {"rule": "none", "norm_power": -1.0, "regularization": 1.0, "keep_small": True},
+        {"router_aux_loss_coef": 0.0},
+        {"beta": 0.1, "kl_in_reward": True},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"top_entropy_quantile": 0.2, "num_iterations": 4, "mask_truncated_completions": True},
+    ],
+    ids=str,
+)
+def test_setting_is_accepted(settings):
+    config(**settings)
+
+
+def test_object_of_its_own_refuses_the_same_settings():
+    for settings, names in REFUSED:
+        if settings.keys() <= {*ADDED} - {"kl_in_reward"}:
+            with pytest.raises(ValueError, match=re.escape(names[0])):
+                ISOPO(tiny.model("qwen3"), **settings)
+
+
+# Refused by the trainer
+
+
+def refused(folder, model="qwen3", error=ValueError, **arguments):
+    with pytest.raises(error) as info:
+        training.build(folder, model, **arguments)
+    return str(info.value)
+
+
+def test_configuration_of_grpo_is_refused(tmp_path):
+    args = GRPOConfig(str(tmp_path), **training.SETTINGS)
+    with pytest.raises(TypeError) as error:
+        training.ISOPOTrainer(tiny.model("qwen3"), tiny.reward, args, tiny.prompts(4))
+    assert "`ISOPOConfig`" in str(error.value) and "GRPOConfig" in str(error.value)
+    assert sentences(str(error.value)) == 1
+
+
+def test_off_policy_mask_without_a_sampler_is_refused(tmp_path):
+    message = refused(tmp_path, off_policy_mask_threshold=0.5)
+    assert "off_policy_mask_threshold" in message and "use_vllm=True" in message and "`rollout_func`" in message
+    assert sentences(message) == 1
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_off_policy_mask_with_a_rollout_that_gives_no_log_probabilities_is_refused(tmp_path):
+    def rollout(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": [[20], [30], [40]], "logprobs": None}
+
+    trainer = training.build(tmp_path, options={"rollout_func": rollout}, off_policy_mask_threshold=0.5)
+    with pytest.raises(ValueError, match="off_policy_mask_threshold"):
+        trainer.train()
+
+
+def test_load_balancing_loss_of_the_model_is_refused(tmp_path):
+    message = refused(tmp_path, "qwen3_moe")
+    assert "Qwen3MoeForCausalLM" in message and "set router_aux_loss_coef=0.0" in message
+    assert sentences(message) == 1
+
+
+def test_experts_are_refused_by_the_names_of_their_parameters(tmp_path):
+    message = refused(tmp_path, "qwen3_moe", router_aux_loss_coef=0.0)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in message
+    assert "requires_grad_(False)" in message and "LoraConfig(target_modules='q_proj')" in message
+
+
+@pytest.mark.parametrize("target", [{"target_modules": "q_proj"}, {"target_parameters": ["experts.down_proj"]}])
+def test_adapters_of_experts_are_refused_at_construction(target, tmp_path):
+    peft_config = LoraConfig(r=2, **{"target_modules": ["q_proj"], **target})
+    message = refused(tmp_path, "qwen3_moe", options={"peft_config": peft_config}, router_aux_loss_coef=0.0)
+    assert "experts" in message
+    assert "all-linear" not in message  # this is what the user did
+
+
+@pytest.mark.parametrize(
+    "peft_config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    ],
+    ids=lambda peft_config: type(peft_config).__name__,
+)
+def test_virtual_tokens_are_refused(peft_config, tmp_path):
+    message = refused(tmp_path, options={"peft_config": peft_config})
+    assert type(peft_config).__name__ in message and "LoraConfig(target_modules='all-linear')" in message
+    assert sentences(message) == 1
+
+
+@pytest.mark.parametrize(
+    "peft_config, name",
+    [
+        (LoraConfig(r=2, target_modules="all-linear", use_dora=True), "lora_magnitude_vector"),
+        (LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]), "lora_embedding_A"),
+        (LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2]), "trainable_tokens_delta"),
+        (IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), "ia3_l"),
+        (LoHaConfig(r=2, target_modules=["q_proj"]), "hada_w1_a"),
+    ],
+    ids=["DoRA", "LoRA on an embedding", "trained tokens", "IA3", "LoHa"],
+)
+def test_adapter_that_is_not_of_linear_layers_is_refused_by_name(peft_config, name, tmp_path):
+    message = refused(tmp_path, options={"peft_config": peft_config})
+    assert name in message and "LoraConfig(target_modules='all-linear')" in message
+
+
+def test_adapter_on_the_head_is_refused(tmp_path):
+    message = refused(tmp_path, options={"peft_config": LoraConfig(r=2, target_modules=["q_proj", "lm_head"])})
+    assert "lm_head" in message and "target_modules" in message
+
+
+def test_model_without_trained_parameters_is_refused(tmp_path):
+    model = tiny.model("qwen3")
+    model.requires_grad_(False)
+    assert "no trainable parameter" in refused(tmp_path, model)
+
+
+def test_refusal_leaves_the_model_as_it_was(tmp_path):
+    model = tiny.model("qwen3")
+    model.model.norm.register_parameter("extra", torch.nn.Parameter(torch.ones(3)))
+    assert "model.norm" in refused(tmp_path, model)
+    assert not any("_isopo_layer" in module.__dict__ for module in model.modules())
+
+
+def test_frozen_adapter_model_is_refused(tmp_path):
+    model = get_peft_model(tiny.model("qwen3"), LoraConfig(r=2))
+    model.requires_grad_(False)
+    assert "no trainable parameter" in refused(tmp_path, model)
+
+
+# The command line and the documentation
+
+
+COMMAND = (
+    "--output_dir out --use_cpu --report_to none --rule fig4 --fisher_power 0.5 --norm_power -1.5 --relative_power -2 "
+    "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --scale paper "
+    "--beta 0.05 --kl_in_reward True --loss_type grpo"
+)
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+def test_every_setting_can_be_given_on_the_command_line(parser):
+    parsed = parser([ISOPOConfig]) if parser is TrlParser else parser(ISOPOConfig)
+    (args,) = parsed.parse_args_into_dataclasses(COMMAND.split())
+    values = {name: getattr(args, name) for name in ADDED}
+    assert values == {
+        "rule": "fig4",
+        "fisher_power": 0.5,
+        "norm_power": -1.5,
+        "relative_power": -2.0,
+        "regularization": 0.1,
+        "regularization_decay": 0.8,
+        "keep_small": True,
+        "fisher_samples": 250,
+        "scale": "paper",
+        "kl_in_reward": True,
+    }
+
+
+def test_settings_can_be_given_in_a_file(tmp_path):
+    (tmp_path / "run.yaml").write_text("output_dir: out\nuse_cpu: true\nrule: npg\nregularization: 0.2\nbf16: false\n")
+    (args,) = TrlParser([ISOPOConfig]).parse_args_and_config(
+        ["--config", str(tmp_path / "run.yaml"), "--rule", "fig4"]
+    )
+    assert (args.rule, args.regularization) == ("fig4", 0.2)
+
+
+def test_refusal_reaches_the_command_line():
+    with pytest.raises(ValueError, match="kl_in_reward=True"):
+        HfArgumentParser(ISOPOConfig).parse_args_into_dataclasses("--output_dir out --use_cpu --beta 0.1".split())
+
+
+def test_configuration_survives_being_written_down():
+    args = config(rule="fig4", regularization=0.3)
+    again = ISOPOConfig(**{name: args.to_dict()[name] for name in [*ADDED, "output_dir", "use_cpu", "bf16"]})
+    assert again.isopo_rule() == args.isopo_rule()
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_setting_is_documented(name):
+    field = ISOPOConfig.__dataclass_fields__[name]
+    assert field.metadata["help"]
+    entry = re.search(
+        rf"^        {name} \(`(\w+)`, \*optional\*(, defaults to `(.+)`)?\):$", ISOPOConfig.__doc__, re.M
+    )
+    assert entry, f"{name} is not in the docstring"
+    documented = entry.group(3)
+    assert (documented is None) == (field.default is None)
+    if documented is not None:
+        assert documented.replace('"', "'") == repr(field.default)
+    kind = field.type if isinstance(field.type, type) else field.type.__args__[0]
+    assert entry.group(1) == kind.__name__
+
+
+def test_defaults_of_grpo_are_kept():
+    for field in dataclasses.fields(GRPOConfig):
+        own = ISOPOConfig.__dataclass_fields__[field.name]
+        assert own.default == field.default and own.type == field.type, field.name

@@ -1,0 +1,95 @@
+"""A vision-language model: its language model trains with images in the prompt, its vision tower is refused."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from trl import GRPOTrainer
+
+from isopo_trl import ISOPOTrainer
+from tests import tiny, training
+
+
+# The last ids of the vocabulary stand for the image and its brackets
+VIDEO, END, START, IMAGE = range(len(tiny.VOCABULARY) - 4, len(tiny.VOCABULARY))
+
+
+def vision_model(frozen=True):
+    text = {**tiny.SIZE, **tiny.IDS, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+    text["rope_parameters"]["rope_theta"] = 10000.0
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "in_channels": 3}
+    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1}
+    ids = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+    model.model.visual.requires_grad_(not frozen)
+    return model
+
+
+def image_batch(rows):
+    """Sequences with an image each (16 patches, which become 4 tokens), as TRL lays them out."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.tensor([[START, *[IMAGE] * 4, END, 20 + row, 30] for row in range(rows)])
+    completions = torch.randint(9, 90, (rows, 5), generator=generator)
+    return {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": torch.ones_like(completions),
+        "advantages": torch.linspace(-1, 1, rows),
+        "num_items_in_batch": torch.tensor(completions.numel()),
+        "pixel_values": torch.randn(16 * rows, 12, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
+        "num_images": [1] * rows,
+        "mm_token_type_ids": torch.cat([(prompts == IMAGE).long(), torch.zeros_like(completions)], dim=1),
+    }
+
+
+class WithImages(ISOPOTrainer):
+    """Every generation is the batch above: the libraries that read images are not needed."""
+
+    def _generate_and_score_completions(self, inputs):
+        return image_batch(len(inputs))
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_language_model_trains_on_images(rule, tmp_path):
+    trainer = training.build(tmp_path, vision_model(), WithImages, rule=rule, gradient_accumulation_steps=2)
+    training.train(trainer)
+
+
+def test_adapters_of_the_language_model_train_on_images(tmp_path):
+    options = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
+    training.train(training.build(tmp_path, vision_model(), WithImages, options=options, max_steps=3))
+
+
+def test_language_model_trains_on_text_alone(tmp_path):
+    training.train(training.build(tmp_path, vision_model(), data=tiny.conversational_prompts(6)))
+
+
+def test_rule_none_has_the_gradient_of_grpo_on_images(tmp_path):
+    own = training.prepared(training.build(tmp_path, vision_model(), rule="none"))
+    plain = training.prepared(training.build(tmp_path, vision_model(), GRPOTrainer))
+    own, plain = training.gradients(own, image_batch(3)), training.gradients(plain, image_batch(3))
+    assert own[0] == pytest.approx(plain[0], abs=1e-6) and training.distance(own[1], plain[1]) < 1e-5
+
+
+def test_trained_vision_tower_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.visual\.patch_embed.*requires_grad_\(False\)"):
+        training.build(tmp_path, vision_model(frozen=False))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["qkv", "q_proj"]], ids=str)
+def test_adapters_of_the_vision_tower_are_refused_before_the_first_step(targets, tmp_path):
+    options = {"peft_config": LoraConfig(r=2, target_modules=targets)}
+    trainer = training.build(tmp_path, vision_model(), WithImages, options=options)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"visual.*leave it out of the LoRA\s+targets"):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
