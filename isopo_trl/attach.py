@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import trl
 import trl.trainer.utils as trl_utils
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from trl.kernels import ChunkedLogProbFunction
 
 from .geometry.coefficients import Rule
 from .geometry.running import RunningStatistics
@@ -393,4 +395,9 @@ def _uninstall_head() -> None:
 
 
 _PLACE = "_ChunkedLogProbFunction"
-_TRL_FUNCTION = getattr(trl_utils, _PLACE)
+_TRL_FUNCTION = getattr(trl_utils, _PLACE, None)
+if _TRL_FUNCTION is not ChunkedLogProbFunction:
+    raise ImportError(
+        f"TRL {trl.__version__} has no trl.trainer.utils.{_PLACE}, through which isopo_trl reaches the LM head: "
+        "install trl 1.16, or a newer isopo_trl."
+    )

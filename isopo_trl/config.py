@@ -125,13 +125,13 @@ class ISOPOConfig(GRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.isopo_rule()
+        self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
         for unsupported, message in self._refusals():
             if unsupported:
                 raise ValueError(message)
 
-    def isopo_rule(self) -> Rule:
+    def _rule(self) -> Rule:
         """The rule these settings describe; raises where they contradict each other."""
         return Rule(
             name=self.rule,

@@ -89,10 +89,10 @@ def trained_modules(model):
     }
 
 
-def position_gradients(model, batch, weights, temperature=1.0):
+def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8):
     """
     Per use of trained parameters, per sequence: `G` `[positions, parameters of the module]`, with the columns of the
-    padded batch as positions (zero where there is none).
+    padded batch as positions (zero where there is none). `rounding` is what the model's own arithmetic may lose.
     """
     modules = trained_modules(model)
     B, T = batch.input_ids.shape
@@ -131,7 +131,7 @@ def position_gradients(model, batch, weights, temperature=1.0):
             for p in _trained(module):
                 totals[p] = totals.get(p, 0) + next(flat)
         for p, total in totals.items():  # the oracle agrees with autograd on the whole
-            torch.testing.assert_close(total, p.grad.reshape(-1), rtol=1e-8, atol=1e-12)
+            torch.testing.assert_close(total, p.grad.reshape(-1), rtol=rounding, atol=1e-4 * rounding)
     return {name: torch.stack(rows) for name, rows in result.items()}  # [B, T, parameters]
 
 

@@ -94,6 +94,11 @@ class Rule:
                 "keep_small=True changes how exponents are regularised, so it needs a rule with an exponent (not "
                 f"rule={self.name!r} as set here) and regularization > 0: set both, or keep_small=False."
             )
+        if self.regularization and not self.interacting and not any(self.exponents):
+            raise ValueError(
+                f"regularization={self.regularization} has nothing to regularise in rule={self.name!r} without an "
+                "exponent: remove it, or choose another rule."
+            )
 
     @property
     def interacting(self) -> bool:

@@ -106,7 +106,10 @@ class _FusedLMHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy, *_):
         if grad_entropy is not None:
-            raise RuntimeError("A gradient of the entropy reached the LM head: it carries no advantage, see `beta`.")
+            raise RuntimeError(
+                "A gradient of the entropy reached the LM head, but a loss term without an advantage has no place in "
+                "ISOPO's single pass: detach the entropy."
+            )
         hidden, weight, bias, *_ = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with maybe_gather_lm_head_ctx(weight, bias):
@@ -142,12 +145,10 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
     width = max(1, _TILE // len(a))
     if strategy == "blocks":
         width = min(width, block_rows(sequences.count, d + 1))
-    elif strategy == "kept":
-        width = vocab
 
     grad_hidden = torch.zeros(a.shape, device=a.device, dtype=dtype) if needs_hidden else None
     gram = from_V = sample_tiles = None
-    V: Any = None
+    kept: list[tuple[slice, torch.Tensor]] = []
     norms = torch.zeros((), device=a.device, dtype=dtype)
     if needs.overlap:
         sample_tiles = tiles(samples.rows, grad[samples.rows], width)
@@ -156,6 +157,7 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
         gram = torch.zeros(n, len(a), device=a.device, dtype=dtype) if needs.overlap else None
     else:
         from_V = VStatistics(needs, a_samples if needs.overlap else None)
+        a_padded = sequences.padded(with_ones(a, needs_bias))
 
     for part, tile in tiles(slice(None), grad, width):
         if grad_hidden is not None:
@@ -167,8 +169,10 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
         if gram is not None:
             gram += product(sample_tile, tile.t())
         if from_V is not None:
-            V = product(sequences.padded(tile).transpose(1, 2), sequences.padded(with_ones(a, needs_bias)))
+            V = product(sequences.padded(tile).transpose(1, 2), a_padded)
             from_V.add(V, sample_tile)
+            if strategy == "kept":
+                kept.append((part, V))
 
     statistics = Statistics() if from_V is None else from_V.result
     if needs.overlap:
@@ -180,17 +184,17 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
 
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias else None
-    if strategy == "kept":
+    for part, V in kept:
         total = torch.einsum("m,mpd->pd", c.to(V.dtype), V)
-        grad_weight = total[:, :d].to(weight.dtype) if needs_weight else None
-        grad_bias = total[:, -1].to(bias.dtype) if needs_bias else None
-    else:
-        scaled = sequences.scaled(grad, c.to(dtype))
-        for part, tile in tiles(slice(None), scaled, width):
-            if grad_weight is not None:
-                grad_weight[part] = product(tile.t(), a).to(weight.dtype)
-            if grad_bias is not None:
-                grad_bias[part] = tile.sum(0, dtype=dtype).to(bias.dtype)
+        if grad_weight is not None:
+            grad_weight[part] = total[:, :d].to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias[part] = total[:, -1].to(bias.dtype)
+    for part, tile in tiles(slice(None), sequences.scaled(grad, c.to(dtype)), width) if not kept else ():
+        if grad_weight is not None:
+            grad_weight[part] = product(tile.t(), a).to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias[part] = tile.sum(0, dtype=dtype).to(bias.dtype)
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
