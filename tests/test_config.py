@@ -261,7 +261,7 @@ def test_refusal_reaches_the_command_line():
 def test_configuration_survives_being_written_down():
     args = config(rule="fig4", regularization=0.3)
     again = ISOPOConfig(**{name: args.to_dict()[name] for name in [*ADDED, "output_dir", "use_cpu", "bf16"]})
-    assert again._rule() == args.isopo_rule()
+    assert again._rule() == args._rule()
 
 
 @pytest.mark.parametrize("name", ADDED)
