@@ -1,12 +1,13 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
-worker.py OUTPUT trainer|loop|fsdp2 RULE full|lora
+worker.py OUTPUT trainer|zero2|zero3|loop|fsdp2 RULE full|lora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
-the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks; `loop` and `fsdp2` are a loop of
-one's own with the core, the latter with every decoder layer sharded.
+the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
+under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 """
 
+import contextlib
 import os
 import sys
 
@@ -53,16 +54,27 @@ class ByHand(ISOPOTrainer):
     """Takes its microbatches from a list instead of generating them; everything else is real."""
 
     def _prepare_inputs(self, generation_batch):
-        return microbatch(self._step * WORLD + RANK).for_trl()
+        inputs = microbatch(self._step * WORLD + RANK).for_trl()
+        return {name: value.to(self.accelerator.device) for name, value in inputs.items()}
 
 
-def train(output, rule, weights):
+def deepspeed_config(stage):
+    return {
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2 // WORLD,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def train(output, rule, weights, stage=None):
     args = ISOPOConfig(
         f"{output}.trainer",
         rule=rule,
         fisher_samples=9,
-        use_cpu=True,
-        ddp_backend="gloo" if WORLD > 1 else None,
+        use_cpu=not torch.cuda.is_available(),
+        ddp_backend=None if WORLD == 1 or torch.cuda.is_available() else "gloo",
         bf16=False,
         report_to=[],
         per_device_train_batch_size=4,
@@ -75,6 +87,7 @@ def train(output, rule, weights):
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
+        deepspeed=None if stage is None else deepspeed_config(stage),
     )
     trainer = ByHand(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
     trainer.train()
@@ -118,15 +131,27 @@ def loop(output, rule, weights, shard):
     return model, isopo, {"wrapped": type(model).__name__}
 
 
+def gathered(parameters, mode):
+    if mode != "zero3":
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
 def main(output, mode, rule, weights):
     torch.set_num_threads(1)
-    run = train if mode == "trainer" else lambda *args: loop(*args, shard=mode == "fsdp2")
-    model, isopo, result = run(output, rule, weights)
-    state = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
+    if mode in ("trainer", "zero2", "zero3"):
+        stage = None if mode == "trainer" else int(mode[-1])
+        model, isopo, result = train(output, rule, weights, stage)
+    else:
+        model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with gathered(list(trained.values()), mode):
+        state = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+            for name, p in trained.items()
+        }
     mean = isopo.state_dict()["running"]["mean"]
     means = [mean]
     if WORLD > 1:
