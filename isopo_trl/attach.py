@@ -92,6 +92,8 @@ class ISOPO:
         self._verified = False
         self._running: RunningStatistics | None = None
         self._loaded: dict[str, Any] | None = None
+        self._model = model
+        self._trained = sum(p.requires_grad for p in model.parameters())
         self.layers = _plan(self, model)
         self._head = next((layer for layer in self.layers if isinstance(layer, LMHeadLayer)), None)
         for layer in self.layers:
@@ -108,11 +110,18 @@ class ISOPO:
     @contextmanager
     def microbatch(self, advantages: torch.Tensor, **kwargs: Any) -> Iterator[Microbatch]:
         """
-        Context in which a microbatch's forward and backward run; see [`begin`] for the arguments.
+        Context in which a microbatch's forward and backward run, once each; see [`begin`] for the arguments.
         """
         microbatch = self.begin(advantages, **kwargs)
         try:
             yield microbatch
+            if self.current is not microbatch:
+                raise RuntimeError("Another microbatch began inside this one: end one before the next begins.")
+            if not any(microbatch.reached):
+                raise RuntimeError(
+                    "No trained layer was reached by a backward pass in this microbatch: run both the forward and "
+                    "the backward inside the `with` block."
+                )
         except BaseException:
             self.abort()
             raise
@@ -152,10 +161,12 @@ class ISOPO:
             raise ValueError(f"Positions must have shape [B, T], got {list(positions.shape)}.")
         B, T = positions.shape
         if advantages.dim() != 1 or (attention_mask is not None and len(advantages) != B):
+            expected = f"[{B}], one per row" if attention_mask is not None else "[m], one per sequence"
             raise ValueError(
-                f"ISOPO takes one advantage per sequence, {B} here, got shape {list(advantages.shape)}. Per-token "
-                "advantages are not supported: put token weights into the loss, and one advantage per sequence here."
+                f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
+                "per-token advantages are not supported (put token weights into the loss)."
             )
+        self._check_trained()
         if attention_mask is not None:
             sequences, real = Sequences.regular(B, T), attention_mask != 0
         else:
@@ -183,10 +194,12 @@ class ISOPO:
         return self.current
 
     def end(self) -> None:
-        """End the microbatch. The first one verifies that its backward reached every planned layer exactly once."""
+        """
+        End the microbatch and verify that its backward reached no layer twice, and (the first one) every layer.
+        """
         microbatch = self.current
         self._fold()
-        if microbatch is not None and not self._verified and any(microbatch.reached):
+        if microbatch is not None and any(microbatch.reached):
             self._verify(microbatch.reached)
             self._verified = True
 
@@ -206,8 +219,23 @@ class ISOPO:
         if any(microbatch.reached):
             microbatch.running.add(microbatch.results, microbatch.advantages)
 
+    def _check_trained(self) -> None:
+        """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
+        trained = sum(p.requires_grad for p in self._model.parameters())
+        if trained == self._trained:
+            return
+        planned = {_name(layer.name, name) for layer in self.layers for name in layer.parameters}
+        new = [name for name, p in self._model.named_parameters() if p.requires_grad and name not in planned]
+        if new:
+            raise RuntimeError(
+                f"{', '.join(new[:8])} became trainable after ISOPO was attached, so nothing would rescale the "
+                "gradient: set `requires_grad` before attaching, or `detach` and attach again."
+            )
+        self._trained = trained
+
     def _verify(self, reached: list[int]) -> None:
-        wrong = [(layer, times) for layer, times in zip(self.layers, reached, strict=True) if times != 1]
+        allowed = (1,) if not self._verified else (0, 1)
+        wrong = [(layer, times) for layer, times in zip(self.layers, reached, strict=True) if times not in allowed]
         if wrong:
             listed = "; ".join(f"{', '.join(_names(layer))}: {times} times" for layer, times in wrong[:10])
             more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
@@ -222,7 +250,11 @@ class ISOPO:
     def step(self) -> dict[str, float]:
         """
         Close an optimizer step: update the running statistics over all its microbatches and ranks, and return the
-        step's figures (see the documentation of the metrics). Call on every rank, after the last backward.
+        step's figures (see [`~geometry.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
+        after the last backward: without it there are no running means, and every microbatch goes by its own.
+
+        `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite: do not step the
+        optimizer if it is not zero.
         """
         self._fold()
         if self._running is None:
@@ -305,7 +337,7 @@ def check_settings(regularization_decay: float, fisher_samples: int) -> None:
     """Raise if a setting that is not part of the rule is out of range."""
     if not 0 <= regularization_decay < 1:
         raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
-    if fisher_samples < 1 or int(fisher_samples) != fisher_samples:
+    if not isinstance(fisher_samples, int) or fisher_samples < 1:
         raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
 
 

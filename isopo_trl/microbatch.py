@@ -72,8 +72,8 @@ class Microbatch:
         positions = tuple(x.shape[: x.dim() - features])
         if positions not in ((B, T), (B * T,), (1, B * T)):
             raise RuntimeError(
-                f"{name} got positions of shape {positions}, but the microbatch has {B} x {T}: ISOPO cannot tell "
-                "which sequence each row belongs to. Freeze this layer's parameters, or leave it out of the LoRA "
-                "targets."
+                f"{name} got positions of shape {positions}, but the microbatch has {B} x {T}: check that "
+                "`attention_mask` has the shape of `input_ids`; if it has, ISOPO cannot tell which sequence this "
+                "layer's rows belong to, so freeze its parameters, or leave it out of the LoRA targets."
             )
         return x.reshape(B * T, *x.shape[x.dim() - features :])

@@ -1,5 +1,6 @@
 """The [`ISOPOTrainer`]."""
 
+import inspect
 import os
 import textwrap
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from .objectives import sampler_weights
 logger = get_logger(__name__)
 
 STATE_FILE = "isopo_state.pt"
+# The constructor takes what GRPOTrainer's takes
+_SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
 
 class ISOPOTrainer(GRPOTrainer):
@@ -93,7 +96,8 @@ class ISOPOTrainer(GRPOTrainer):
                 f"`args` must be an `ISOPOConfig`, got {type(args).__name__}: it takes the same arguments as "
                 "`GRPOConfig`, and the rule."
             )
-        if args.off_policy_mask_threshold is not None and not args.use_vllm and kwargs.get("rollout_func") is None:
+        given = _SIGNATURE.bind(self, model, reward_funcs, args, *positional, **kwargs).arguments
+        if args.off_policy_mask_threshold is not None and not args.use_vllm and given.get("rollout_func") is None:
             raise ValueError(
                 "off_policy_mask_threshold compares with the sampler's log-probabilities, which only vLLM or a "
                 "`rollout_func` returns: set use_vllm=True, or leave the threshold unset."
@@ -132,6 +136,8 @@ class ISOPOTrainer(GRPOTrainer):
             self.reward_func_names = [*self.reward_func_names, "kl_to_reference"]
             self.reward_processing_classes = [*self.reward_processing_classes, None]
             self.reward_weights = torch.cat([self.reward_weights, torch.tensor([-args.beta])])
+
+    __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
     # The loss
 
@@ -194,12 +200,13 @@ class ISOPOTrainer(GRPOTrainer):
                 self._reference.update(logps=logps, arguments=arguments, keywords=kwargs)
             return logps, entropies, aux_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1)
-        if broken.any():
+        broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
+        broken = int(self.accelerator.reduce(broken, reduction="sum"))  # so that no rank is left waiting
+        if broken:
             raise FloatingPointError(
-                f"The model's log-probabilities are not finite for {int(broken.sum())} of {len(broken)} sequences: "
-                "lower the learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the "
-                "weights have not been touched by this step."
+                f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
+                "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
+                "have not been touched by this step."
             )
         if self.use_vllm and self.vllm_importance_sampling_correction:
             inputs["importance_sampling_ratio"] = self._sampler_correction(logps.detach(), inputs, mask)
@@ -323,11 +330,13 @@ class ISOPOTrainer(GRPOTrainer):
     # State
 
     def _save_checkpoint(self, model, trial):
-        super()._save_checkpoint(model, trial)
+        # First: what follows pushes the folder to the Hub and removes older checkpoints
         if self.args.should_save:
             folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             folder = os.path.join(self._get_output_dir(trial=trial), folder)
+            os.makedirs(folder, exist_ok=True)
             torch.save(self.isopo.state_dict(), os.path.join(folder, STATE_FILE))
+        super()._save_checkpoint(model, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -336,8 +345,8 @@ class ISOPOTrainer(GRPOTrainer):
         path = os.path.join(checkpoint, STATE_FILE)
         if not os.path.exists(path):
             raise FileNotFoundError(
-                f"{checkpoint} has no {STATE_FILE}: it was not saved by ISOPOTrainer. To go on from its weights, load "
-                "them as the model and start a new run."
+                f"{checkpoint} has no {STATE_FILE}, so ISOPOTrainer did not save it, or not completely: to go on from "
+                "its weights, load them as the model and start a new run."
             )
         self.isopo.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 

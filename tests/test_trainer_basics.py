@@ -2,6 +2,7 @@
 
 import asyncio
 import glob
+import inspect
 import logging
 import math
 
@@ -11,7 +12,7 @@ import torch
 import yaml
 from datasets import Dataset, IterableDataset
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from tests import tiny, training
@@ -273,3 +274,40 @@ def test_saved_model_loads_without_isopo(tmp_path):
 def test_trainer_is_a_drop_in_for_trl():
     assert issubclass(ISOPOTrainer, GRPOTrainer)
     assert ISOPOTrainer._tag_names == ["trl", "isopo"]
+
+
+def test_a_checkpoint_of_another_trainer_is_refused_with_what_to_do(tmp_path):
+    settings = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": 4, "max_steps": 1}
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 4, "save_steps": 1}
+    data, tokenizer = tiny.prompts(8), tiny.tokenizer()
+    args = GRPOConfig(str(tmp_path), **settings)
+    GRPOTrainer(tiny.model("llama"), tiny.reward, args, data, processing_class=tokenizer).train()
+    args = ISOPOConfig(str(tmp_path), **{**settings, "max_steps": 2})
+    trainer = ISOPOTrainer(tiny.model("llama"), tiny.reward, args, data, processing_class=tokenizer)
+    with pytest.raises(FileNotFoundError, match="isopo_state.pt.*start a new run"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_the_state_is_in_the_checkpoint_before_older_checkpoints_go(tmp_path):
+    settings = {"use_cpu": True, "bf16": False, "report_to": [], "max_completion_length": 4, "max_steps": 3}
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 4, "save_steps": 1, "save_total_limit": 1}
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            folders = sorted(tmp_path.glob("checkpoint-*"))
+            seen.append([(folder / "isopo_state.pt").exists() for folder in folders])
+
+    ISOPOTrainer(
+        tiny.model("llama"),
+        tiny.reward,
+        ISOPOConfig(str(tmp_path), **settings),
+        tiny.prompts(8),
+        processing_class=tiny.tokenizer(),
+        callbacks=[Look()],
+    ).train()
+    assert len(seen) == 3 and all(all(states) and states for states in seen)
+
+
+def test_the_constructor_shows_the_arguments_of_grpo():
+    assert inspect.signature(ISOPOTrainer) == inspect.signature(GRPOTrainer)

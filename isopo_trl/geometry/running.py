@@ -65,11 +65,11 @@ class RunningStatistics:
         zeros = torch.zeros_like(c)
         reached = torch.tensor([result is not None for result in results], device=c.device).unsqueeze(1)
         if fisher is None and norm is None:
-            alive, broken = reached.expand_as(c), torch.zeros_like(c, dtype=torch.bool)
+            alive, broken = reached, ~torch.isfinite(c)
         else:
             alive = reached & alive_sequences(fisher, norm)
-            broken = ~torch.isfinite(zeros if fisher is None else fisher)
-            broken = broken | ~torch.isfinite(zeros if norm is None else norm)
+            broken = ~torch.isfinite(c + (zeros if fisher is None else fisher) + (zeros if norm is None else norm))
+        alive = alive & ~broken
         defined = alive & (advantages != 0)
         multiplier = torch.where(defined, c / advantages, 0)
         x = fisher if fisher is not None else zeros if norm is None else norm
@@ -91,7 +91,7 @@ class RunningStatistics:
         Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`;
         `effective_sequences`: participation ratio `(sum |c|)^2 / sum c^2`, mean over layers; `fisher_norm`,
         `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
-        number of sequences with a non-finite statistic somewhere.
+        number of sequences with a non-finite statistic or coefficient somewhere.
         """
         totals = torch.cat([self._sums.flatten(), self._broken])
         if dist.is_available() and dist.is_initialized():

@@ -41,6 +41,8 @@ class Layer:
         self.module = module
         self.name = name
         self.index = index
+        # Names of the trained parameters, relative to the module
+        self.parameters = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
 
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
@@ -54,11 +56,6 @@ class Layer:
     def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
         """How the statistics would be computed for a microbatch of this size."""
         raise NotImplementedError
-
-    @property
-    def parameters(self) -> list[str]:
-        """Names of the trained parameters, relative to the module."""
-        return [name for name, p in self.module.named_parameters(recurse=False) if p.requires_grad]
 
     @property
     def microbatch(self) -> "Microbatch | None":

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl.trainer.utils as trl_utils
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction
 
 from isopo_trl import ISOPO
@@ -223,15 +224,49 @@ def test_an_error_in_a_microbatch_gives_trl_its_own_function_back():
 def test_a_frozen_head_is_left_to_trl():
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), LanguageModel().requires_grad_(False))
     model.get_output_embeddings = lambda: model[1].lm_head
-    with ISOPO(model).microbatch(ADVANTAGES, attention_mask=ATTENTION):
-        assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+    isopo = ISOPO(model)
+    isopo.begin(ADVANTAGES, attention_mask=ATTENTION)
+    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+    isopo.end()
 
 
 def test_without_gradients_the_fused_head_is_trls():
     model, hidden, targets, _ = example(bias=True)
     direct = direct_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
     isopo = ISOPO(model)
-    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION) as microbatch, torch.no_grad():
+    microbatch = isopo.begin(ADVANTAGES, attention_mask=ATTENTION)
+    with torch.no_grad():
         logps = fused_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+    isopo.end()
     torch.testing.assert_close(logps.double(), direct.detach(), rtol=1e-5, atol=1e-5)
     assert microbatch.reached == [0]
+
+
+class Shapes(TorchDispatchMode):
+    """Remembers the shape of every tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for x in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(x, torch.Tensor):
+                self.shapes.add(tuple(x.shape))
+        return output
+
+
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
+@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+def test_tokens_times_vocabulary_never_exists(strategy, rule, monkeypatch):
+    monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
+    model, hidden, targets, _ = example(bias=True)
+    rows, vocabulary = targets.numel(), model.lm_head.weight.shape[0]
+    monkeypatch.setattr(lm_head, "_TILE", rows * (vocabulary // 3))
+    isopo = ISOPO(model, rule)
+    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
+        loss = fused_logps(hidden.flatten(0, 1).requires_grad_(), model.lm_head, targets.flatten()).sum()
+        with Shapes() as seen:
+            loss.backward()
+    assert not [shape for shape in seen.shapes if vocabulary in shape and rows in shape], seen.shapes

@@ -1,0 +1,194 @@
+"""ISOPO on a model: what it refuses, what it reports, and its state."""
+
+import pytest
+import torch
+from torch import nn
+
+from isopo_trl import ISOPO
+from tests import tiny
+
+
+MASK = torch.ones(2, 4)
+
+
+def linear():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def run(isopo, model, advantages=None):
+    with isopo.microbatch(torch.tensor([1.0, -1.0]) if advantages is None else advantages, attention_mask=MASK):
+        model(torch.randn(2, 4, 3)).sum().backward()
+
+
+# Misuse
+
+
+def test_a_backward_after_the_microbatch_has_ended_is_an_error():
+    model = linear()
+    isopo = ISOPO(model)
+    isopo.begin(torch.ones(2), attention_mask=MASK)
+    loss = model(torch.randn(2, 4, 3)).sum()
+    isopo.end()
+    with pytest.raises(RuntimeError, match="after its microbatch had ended"):
+        loss.backward()
+
+
+def test_a_forward_before_the_microbatch_is_an_error_and_not_a_plain_gradient():
+    model = linear()
+    isopo = ISOPO(model)
+    loss = model(torch.randn(2, 4, 3)).sum()
+    with (
+        pytest.raises(RuntimeError, match="inside the `with` block"),
+        isopo.microbatch(torch.ones(2), attention_mask=MASK),
+    ):
+        loss.backward()
+
+
+def test_a_microbatch_inside_a_microbatch_is_an_error():
+    model = linear()
+    isopo = ISOPO(model)
+    with pytest.raises(RuntimeError, match="Another microbatch"), isopo.microbatch(torch.ones(2), attention_mask=MASK):
+        run(isopo, model)
+
+
+def test_two_forwards_in_a_later_microbatch_are_noticed_too():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    with (
+        pytest.raises(RuntimeError, match="0.weight, 0.bias: 2 times"),
+        isopo.microbatch(torch.ones(2), attention_mask=MASK),
+    ):
+        (model(torch.randn(2, 4, 3)) + model(torch.randn(2, 4, 3))).sum().backward()
+
+
+def test_a_parameter_that_becomes_trainable_later_is_refused_by_name():
+    model = linear()
+    model[1].weight.requires_grad_(False)
+    isopo = ISOPO(model)
+    run(isopo, model)
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="1.weight became trainable"):
+        isopo.begin(torch.ones(2), attention_mask=MASK)
+
+
+def test_a_parameter_that_is_frozen_later_is_left_alone():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    model.zero_grad()
+    model[0].requires_grad_(False)
+    run(isopo, model)
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+    assert isopo.step()["broken_sequences"] == 0
+
+
+def test_a_layer_frozen_before_the_first_backward_is_named():
+    model = linear()
+    isopo = ISOPO(model)
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="0.weight, 0.bias: 0 times"):
+        run(isopo, model)
+
+
+def test_a_second_isopo_on_the_same_model_is_refused():
+    model = linear()
+    first = ISOPO(model)
+    with pytest.raises(ValueError, match="attached to this model already"):
+        ISOPO(model)
+    first.detach()
+    ISOPO(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either `attention_mask`"),
+        ({"attention_mask": MASK, "sequence_ids": MASK}, "either `attention_mask`"),
+        ({"attention_mask": MASK[0]}, r"\[B, T\]"),
+        ({"attention_mask": torch.ones(3, 4)}, r"of shape \[3\], one per row, got \[2\]"),
+        ({"sequence_ids": torch.full((1, 4), 2)}, "names sequence 2"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ISOPO(linear()).begin(torch.ones(2), **arguments)
+
+
+def test_advantages_per_token_are_refused():
+    with pytest.raises(ValueError, match="per-token advantages are not supported"):
+        ISOPO(linear()).begin(torch.ones(2, 4), attention_mask=MASK)
+
+
+def test_step_before_any_microbatch_is_an_error():
+    with pytest.raises(RuntimeError, match="before any microbatch"):
+        ISOPO(linear()).step()
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting", "none"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_advantage_that_is_not_finite_is_counted_and_stays_out_of_the_running_means(rule, value):
+    model = linear()
+    isopo = ISOPO(model, rule)
+    run(isopo, model, torch.tensor([1.0, value]))
+    figures = isopo.step()
+    assert figures["broken_sequences"] >= 1
+    assert torch.isfinite(isopo._running.mean).all()
+
+
+# Coverage
+
+
+def test_parameters_of_the_model_itself_have_their_plain_names():
+    isopo = ISOPO(nn.Linear(3, 2))
+    assert [row["parameter"] for row in isopo.coverage()] == ["weight", "bias"]
+
+
+def test_the_coverage_names_every_trained_parameter_once_with_its_kind_and_strategy(capsys):
+    model = tiny.model("qwen3", tie=False)
+    model.model.layers[0].mlp.requires_grad_(False)
+    isopo = ISOPO(model, "fisher")
+    rows = isopo.coverage(sequences=8, length=1024)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {row["parameter"]: row["shape"] for row in rows} == {name: tuple(p.shape) for name, p in trained.items()}
+    kinds = {row["parameter"].split(".")[-2]: row["rule"] for row in rows}
+    assert kinds["embed_tokens"] == "embedding" and kinds["lm_head"] == "lm head"
+    assert kinds["q_proj"] == "linear" and kinds["q_norm"] == "elementwise"
+    isopo.print_coverage(sequences=8, length=1024)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["parameter", "shape", "rule", "strategy"] and len(lines) == 1 + len(rows)
+    for line, row in zip(lines[1:], rows, strict=True):
+        assert line.startswith(row["parameter"]) and line.endswith(row["strategy"])
+
+
+# State
+
+
+def test_the_state_goes_on_where_it_was_saved():
+    models = [linear(), linear()]
+    models[1].load_state_dict(models[0].state_dict())
+    one, other = (ISOPO(model, "fig4", seed=3) for model in models)
+    run(one, models[0])
+    one.step()
+    other.load_state_dict(one.state_dict())
+    torch.manual_seed(0)
+    run(one, models[0])
+    models[1].zero_grad()
+    torch.manual_seed(0)
+    run(other, models[1])
+    assert torch.equal(one.step()["fisher_norm"] * torch.ones(1), other.step()["fisher_norm"] * torch.ones(1))
+    assert torch.equal(one._running.mean, other._running.mean)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3)), {}, "other trained parameters .*1.bias"),
+        (linear(), {"rule": "euclidean"}, "belong to Rule.*fisher.*euclidean"),
+        (linear(), {"regularization": 0.5}, "belong to Rule"),
+    ],
+)
+def test_the_state_of_another_model_or_rule_is_refused(model, settings, message):
+    saved = ISOPO(linear())
+    with pytest.raises(ValueError, match=message):
+        ISOPO(model, **settings).load_state_dict(saved.state_dict())
