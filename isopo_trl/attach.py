@@ -93,7 +93,7 @@ class ISOPO:
         self._running: RunningStatistics | None = None
         self._loaded: dict[str, Any] | None = None
         self._model = model
-        self._trained = sum(p.requires_grad for p in model.parameters())
+        self._checked = False
         self.layers = _plan(self, model)
         self._head = next((layer for layer in self.layers if isinstance(layer, LMHeadLayer)), None)
         for layer in self.layers:
@@ -166,7 +166,9 @@ class ISOPO:
                 f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
                 "per-token advantages are not supported (put token weights into the loss)."
             )
-        self._check_trained()
+        if not self._checked:  # once per optimizer step
+            self._check_trained()
+            self._checked = True
         if attention_mask is not None:
             sequences, real = Sequences.regular(B, T), attention_mask != 0
         else:
@@ -197,11 +199,7 @@ class ISOPO:
         """
         End the microbatch and verify that its backward reached no layer twice, and (the first one) every layer.
         """
-        microbatch = self.current
         self._fold()
-        if microbatch is not None and any(microbatch.reached):
-            self._verify(microbatch.reached)
-            self._verified = True
 
     def abort(self) -> None:
         """Forget the microbatch under way."""
@@ -217,21 +215,25 @@ class ISOPO:
             return
         microbatch.closed = True
         if any(microbatch.reached):
+            self._verify(microbatch.reached)
+            self._verified = True
             microbatch.running.add(microbatch.results, microbatch.advantages)
 
     def _check_trained(self) -> None:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
-        trained = sum(p.requires_grad for p in self._model.parameters())
-        if trained == self._trained:
-            return
-        planned = {_name(layer.name, name) for layer in self.layers for name in layer.parameters}
-        new = [name for name, p in self._model.named_parameters() if p.requires_grad and name not in planned]
+        planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
+        # Through the modules: FSDP swaps parameters, PEFT adds modules
+        new = [
+            _name(place, name)
+            for place, module in self._model.named_modules()
+            for name, p in module._parameters.items()
+            if p is not None and p.requires_grad and (module, name) not in planned
+        ]
         if new:
             raise RuntimeError(
                 f"{', '.join(new[:8])} became trainable after ISOPO was attached, so nothing would rescale the "
-                "gradient: set `requires_grad` before attaching, or `detach` and attach again."
+                "gradient: set `requires_grad` (or the adapter) before attaching, or `detach` and attach again."
             )
-        self._trained = trained
 
     def _verify(self, reached: list[int]) -> None:
         allowed = (1,) if not self._verified else (0, 1)
@@ -259,6 +261,7 @@ class ISOPO:
         self._fold()
         if self._running is None:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
+        self._checked = False
         return self._running.step()
 
     def _statistics(self, device: torch.device) -> RunningStatistics:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from isopo_trl import ISOPO
@@ -67,9 +68,33 @@ def test_a_parameter_that_becomes_trainable_later_is_refused_by_name():
     model[1].weight.requires_grad_(False)
     isopo = ISOPO(model)
     run(isopo, model)
+    isopo.step()
     model[1].weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match="1.weight became trainable"):
         isopo.begin(torch.ones(2), attention_mask=MASK)
+
+
+def test_another_adapter_made_active_later_is_refused_by_name():
+    settings = LoraConfig(r=2, target_modules="all-linear")
+    model = get_peft_model(tiny.model("qwen2"), settings, adapter_name="first")
+    model.add_adapter("second", settings)
+    isopo = ISOPO(model)
+    assert all(".first." in row["parameter"] for row in isopo.coverage())
+    model.set_adapter("second")
+    with pytest.raises(RuntimeError, match="lora_A.second.weight.* became trainable"):
+        isopo.begin(torch.ones(2), attention_mask=MASK)
+
+
+def test_two_backwards_in_one_microbatch_are_noticed_whichever_way_it_ends():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    isopo.begin(torch.ones(2), attention_mask=MASK)
+    output = model(torch.randn(2, 4, 3))
+    output[:, :2].sum().backward(retain_graph=True)
+    output[:, 2:].sum().backward()
+    with pytest.raises(RuntimeError, match="0.weight, 0.bias: 2 times"):
+        isopo.step()
 
 
 def test_a_parameter_that_is_frozen_later_is_left_alone():

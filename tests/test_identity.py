@@ -134,6 +134,15 @@ def test_the_cut_does_not_matter_to_the_relative_scale_once_there_is_a_history(t
     assert_close(*results, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=["float32 weights", "bf16 weights"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_rule_none_gives_the_gradient_of_grpo_under_autocast(family, weights, tmp_path):
+    batch = batch_of(4)
+    expected = gradients(grpo(tiny.model(family, dtype=weights), tmp_path, bf16=True), [batch])
+    actual = gradients(isopo(tiny.model(family, dtype=weights), tmp_path, rule="none", bf16=True), [batch])
+    assert_close(actual, expected, tolerance=0.05)
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16 weights", "autocast"])
 def test_bf16_loses_no_more_than_plain_grpo_does(lora, autocast, tmp_path):

@@ -19,7 +19,7 @@ and of order one. `scale="paper"` is the formula to the letter.
 A sequence without a gradient (`F_s = 0` or `N_s = 0`) keeps a zero one: `0^-1` counts as 0. Where no sampled position
 has a gradient at a layer (a few long prompts before short completions, and the last layers, which only completions
 reach), its Fisher norms are not known, and every sequence gets the layer's mean multiplier: `f = 1` in the relative
-scale.
+scale; in the paper's, 0 before there is any history.
 """
 
 from dataclasses import dataclass

@@ -27,9 +27,11 @@ class LayerNormLayer(KeptLayer):
 
     def forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
         assert self.microbatch is not None
+        weight, bias = module.weight, module.bias
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.float()  # as autocast does for layer norms
-        return _LayerNorm.apply(x, module.weight, module.bias, module.eps, self, self.microbatch)
+            # As autocast does for layer norms
+            x, weight, bias = x.float(), *(p if p is None else p.float() for p in (weight, bias))
+        return _LayerNorm.apply(x, weight, bias, module.eps, self, self.microbatch)
 
 
 class _LayerNorm(torch.autograd.Function):
