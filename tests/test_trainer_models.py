@@ -1,11 +1,14 @@
 """Ways to run and to train a model: checkpointing, precision, LoRA and its relatives, dropout."""
 
+import importlib.util
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import BitsAndBytesConfig
 from trl import GRPOTrainer
 
-from isopo_trl import ISOPOTrainer
+from isopo_trl import ISOPOConfig, ISOPOTrainer
 from tests import oracle, tiny, training
 
 
@@ -196,3 +199,36 @@ def test_detached_model_is_a_plain_model_again(tmp_path):
     patched = [name for name, module in trainer.model.named_modules() if "forward" in module.__dict__]
     # What is left is TRL's: the forward of the whole model, with its fused head
     assert patched == [""]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_quantised_base_layers_are_left_alone_under_lora(tmp_path):
+    args = ISOPOConfig(
+        str(tmp_path / "run"),
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        learning_rate=1e-2,
+        save_strategy="no",
+    )
+    trainer = ISOPOTrainer(
+        tiny.save(tmp_path / "model", "llama"),
+        tiny.reward,
+        args,
+        tiny.prompts(8),
+        processing_class=tiny.tokenizer(),
+        quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+        peft_config=LoraConfig(r=2, target_modules="all-linear"),
+    )
+    quantised = {n: m.weight for n, m in trainer.model.named_modules() if type(m).__name__ == "Linear4bit"}
+    assert quantised and all("lora_" in row["parameter"] for row in trainer.isopo.coverage())
+    before = {name: weight.clone() for name, weight in quantised.items()}
+    adapters = {row["parameter"]: trainer.model.get_parameter(row["parameter"]) for row in trainer.isopo.coverage()}
+    start = {name: p.clone() for name, p in adapters.items()}
+    trainer.train()
+    assert all(torch.equal(quantised[name], weight) for name, weight in before.items())
+    assert all(torch.isfinite(p).all() and not torch.equal(p, start[name]) for name, p in adapters.items())
