@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from ..geometry.cost import block_rows, choose_strategy
+from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import (
     DenseInputs,
@@ -58,6 +58,10 @@ class LMHeadLayer(LinearLayer):
         if self.module.__dict__.get("_isopo_layer") is self:
             super().detach()
 
+    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
+        p, d = self.module.get_parameter("weight").shape
+        return head_strategy(sequences, length, p, d, samples, needs) if any(needs) else "plain"
+
     def fused(self, *args: Any) -> Any:
         """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs."""
         microbatch = self.microbatch
@@ -66,6 +70,12 @@ class LMHeadLayer(LinearLayer):
         if microbatch is None or not (args[1] is own or (isinstance(own, DTensor) and args[1].shape == own.shape)):
             return ChunkedLogProbFunction.apply(*args)
         return _FusedLMHead.apply(*args, self, microbatch)
+
+
+def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs) -> Strategy:
+    """As for any linear layer, but norms between rows of logits would need a Gram matrix as large as `[T, T]`."""
+    strategy = choose_strategy(m, T, p, d, n, needs)
+    return "blocks" if strategy == "ghost" and (needs.norm or needs.ntk) else strategy
 
 
 def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | None]:
@@ -139,9 +149,7 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
         return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
 
     n = 0 if samples is None else len(samples.rows)
-    strategy = choose_strategy(sequences.count, sequences.length, vocab, d, n, needs)
-    if strategy == "ghost" and (needs.norm or needs.ntk):
-        strategy = "blocks"  # norms between rows of logits would need a second Gram matrix as large as [T, T]
+    strategy = head_strategy(sequences.count, sequences.length, vocab, d, n, needs)
     width = max(1, _TILE // len(a))
     if strategy == "blocks":
         width = min(width, block_rows(sequences.count, d + 1))
