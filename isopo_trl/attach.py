@@ -14,7 +14,7 @@ from trl.kernels import ChunkedLogProbFunction
 from .geometry.coefficients import Rule
 from .geometry.running import RunningStatistics
 from .geometry.sequences import Sequences, draw_samples
-from .layers import KINDS, Layer, LMHeadLayer, Unsupported
+from .layers import KINDS, Layer, LMHeadLayer, Unsupported, full_shape
 from .microbatch import Microbatch
 
 
@@ -316,7 +316,7 @@ class ISOPO:
         return [
             {
                 "parameter": _name(layer.name, name),
-                "shape": tuple(layer.module.get_parameter(name).shape),
+                "shape": full_shape(layer.module.get_parameter(name)),
                 "rule": layer.kind,
                 "strategy": layer.strategy(sequences, length, samples, self.rule.needs),
             }

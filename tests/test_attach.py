@@ -161,12 +161,58 @@ def test_an_advantage_that_is_not_finite_is_counted_and_stays_out_of_the_running
     assert torch.isfinite(isopo._running.mean).all()
 
 
+def test_trained_parameters_on_several_devices_are_refused():
+    model = linear()
+    model[1].to("meta")
+    with pytest.raises(ValueError, match="split over cpu, meta"):
+        ISOPO(model)
+
+
+def test_a_model_without_a_trained_parameter_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        ISOPO(linear().requires_grad_(False))
+
+
+def test_a_linear_layer_with_another_parameter_is_refused():
+    model = linear()
+    model[1].register_parameter("gain", nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="1.gain .*beside weight and bias"):
+        ISOPO(model)
+
+
+def test_an_lm_head_that_is_no_linear_layer_is_refused():
+    model = tiny.model("llama")
+    model.lm_head = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, model.config.vocab_size))
+    model.get_output_embeddings = lambda: model.lm_head[1]
+    ISOPO(model).detach()
+    model.lm_head[1].weight.requires_grad_(False)
+    model.lm_head[1].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="lm_head.1.bias .*whose weight is trained"):
+        ISOPO(model)
+
+
 # Coverage
 
 
 def test_parameters_of_the_model_itself_have_their_plain_names():
     isopo = ISOPO(nn.Linear(3, 2))
     assert [row["parameter"] for row in isopo.coverage()] == ["weight", "bias"]
+
+
+def test_a_bias_trained_alone_is_kept_whatever_the_size_of_the_weight():
+    model = nn.Linear(4096, 4096, device="meta")
+    model.weight.requires_grad_(False)
+    (row,) = ISOPO(model).coverage()
+    assert (row["parameter"], row["strategy"]) == ("bias", "kept")
+
+
+def test_the_coverage_tells_the_whole_shape_of_a_partitioned_parameter():
+    """As DeepSpeed ZeRO-3 leaves it: an empty tensor that remembers its shape."""
+    model = nn.Linear(8, 4, bias=False)
+    isopo = ISOPO(model)
+    model.weight.data = torch.empty(0)
+    model.weight.ds_shape = torch.Size([4, 8])
+    assert isopo.coverage()[0]["shape"] == (4, 8)
 
 
 def test_the_coverage_names_every_trained_parameter_once_with_its_kind_and_strategy(capsys):
@@ -203,6 +249,19 @@ def test_the_state_goes_on_where_it_was_saved():
     run(other, models[1])
     assert torch.equal(one.step()["fisher_norm"] * torch.ones(1), other.step()["fisher_norm"] * torch.ones(1))
     assert torch.equal(one._running.mean, other._running.mean)
+
+
+def test_a_state_can_be_taken_back_in_the_middle_of_a_run():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    isopo.step()
+    saved, mean = isopo.state_dict(), isopo._running.mean.clone()
+    run(isopo, model)
+    isopo.step()
+    assert not torch.equal(isopo._running.mean, mean)
+    isopo.load_state_dict(saved)
+    assert torch.equal(isopo._running.mean, mean) and isopo.state_dict()["draws"] == saved["draws"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ c_s V_s` in place of `sum_s V_s`, with `c_s` from the layer's statistics and [`~
 
 from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
-from .layer import Layer, Unsupported
+from .layer import Layer, Unsupported, full_shape
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
 from .lm_head import LMHeadLayer
@@ -15,4 +15,4 @@ from .lm_head import LMHeadLayer
 # In the order in which they are asked; the first that accepts a module takes it
 KINDS: tuple[type[Layer], ...] = (LinearLayer, EmbeddingLayer, LayerNormLayer, ElementwiseLayer)
 
-__all__ = ["KINDS", "LMHeadLayer", "Layer", "Unsupported"]
+__all__ = ["KINDS", "LMHeadLayer", "Layer", "Unsupported", "full_shape"]

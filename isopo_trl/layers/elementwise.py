@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..geometry.cost import Needs
 from ..geometry.statistics import elementwise_statistics
 from ..microbatch import Microbatch
-from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward
+from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward
 
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch) -> torch.Tensor:
@@ -43,7 +43,7 @@ class ElementwiseLayer(KeptLayer):
 
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
-        sizes = {tuple(getattr(p, "ds_shape", p.shape)) for p in trainable.values()}
+        sizes = {full_shape(p) for p in trainable.values()}
         if len(sizes) != 1 or len(next(iter(sizes))) != 1 or next(module.children(), None) is not None:
             return False
         if has_own_forward(module) or not _is_elementwise(module, trainable, next(iter(sizes))[0]):

@@ -94,6 +94,11 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return layer.forward(module, *args, **kwargs)
 
 
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole parameter, also where DeepSpeed ZeRO-3 has left only a part of it here."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether somebody has replaced the forward of this very instance."""
     return "forward" in module.__dict__

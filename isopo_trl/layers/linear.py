@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from ..geometry.cost import Needs, choose_strategy
 from ..geometry.statistics import elementwise_statistics, linear_statistics
 from ..microbatch import Microbatch
-from .layer import Layer, Unsupported, autocast, has_own_forward
+from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward
 
 
 class LinearLayer(Layer):
@@ -35,8 +35,12 @@ class LinearLayer(Layer):
         return _Linear.apply(x, weight, bias, self, self.microbatch)
 
     def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        p, d = self.module.get_parameter("weight").shape
-        return choose_strategy(sequences, length, p, d, samples, needs) if any(needs) else "plain"
+        if not any(needs):
+            return "plain"
+        if "weight" not in self.parameters:
+            return "kept"
+        p, d = full_shape(self.module.get_parameter("weight"))
+        return choose_strategy(sequences, length, p, d, samples, needs)
 
 
 class _Linear(torch.autograd.Function):
@@ -81,8 +85,6 @@ def linear_gradient(
     """
     sequences, samples, needs = microbatch.sequences, microbatch.samples, microbatch.rule.needs
     if not weight:  # only the bias is trained: its gradient at a position is g_t
-        if not bias:
-            return None, None
         statistics, V = elementwise_statistics(g, sequences, samples, needs)
         return None, microbatch.coefficients(index, statistics).to(V.dtype) @ V
 

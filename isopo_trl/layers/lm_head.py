@@ -30,7 +30,7 @@ from ..geometry.statistics import (
     with_ones,
 )
 from ..microbatch import Microbatch
-from .layer import Unsupported, has_own_forward
+from .layer import Unsupported, full_shape, has_own_forward
 from .linear import LinearLayer
 
 
@@ -59,7 +59,7 @@ class LMHeadLayer(LinearLayer):
             super().detach()
 
     def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        p, d = self.module.get_parameter("weight").shape
+        p, d = full_shape(self.module.get_parameter("weight"))
         return head_strategy(sequences, length, p, d, samples, needs) if any(needs) else "plain"
 
     def fused(self, *args: Any) -> Any:
