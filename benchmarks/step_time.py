@@ -1,178 +1,136 @@
 """
-Time and memory of one training step's forward, loss and backward: TRL's GRPO against each ISOPO rule.
+Time and memory of forward, loss and backward of one microbatch: TRL's GRPO, each ISOPO rule, and the hook recipe.
 
-All are built on copies of one randomly initialised model and fed the same synthetic batch; runs are interleaved, and
-the figures are medians and ratios to GRPO within one run.
+All are built on copies of one randomly initialised model, set up as `train()` would, and fed the same synthetic batch.
+Every round runs each of them once; the figures are medians over the rounds, and medians of the ratios to GRPO in the
+same round. Memory (GPUs only) is the peak above what was allocated before the step, plus the weights of one model.
 
-    python benchmarks/step_time.py                                            # a small model, for CPUs
+    python benchmarks/step_time.py --recipe                                   # a small model, for CPUs
     python benchmarks/step_time.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
+    python benchmarks/step_time.py --table --output table.json --plot table.png
+
+Several cases in one process, each given as the options in which it differs from the command line's:
+
+    python benchmarks/step_time.py --shape 0.6b --length 1024 \
+        --case "rules=fisher,fig4 recipe" --case "lora=16 rules=fisher" --case "checkpointing rules=fisher"
 """
 
 import argparse
 import copy
-import gc
 import json
-import statistics
-import time
 
-import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
-
-from isopo_trl import ISOPOConfig, ISOPOTrainer
-
-
-# hidden, intermediate, layers, heads, key-value heads, vocabulary: Qwen3's shapes
-SHAPES = {
-    "tiny": (256, 768, 4, 4, 2, 4096),
-    "0.6b": (1024, 3072, 28, 16, 8, 151936),
-    "8b-6layers": (4096, 12288, 6, 32, 8, 151936),
-}
-RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
+from setting import (
+    HEADER,
+    Variant,
+    add_case_options,
+    add_variant_options,
+    environment,
+    import_pyplot,
+    measure,
+    random_batch,
+    release,
+    row,
+    variant_names,
+)
 
 
-def tokenizer():
-    backend = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+TABLE = (
+    "shape=0.6b sequences=8 length=1024 rules=none,fisher,fig4,interacting recipe",
+    "shape=0.6b sequences=16 length=512 rules=fisher",
+    "shape=0.6b sequences=8 length=1024 rules=fisher checkpointing",
+    "shape=0.6b sequences=8 length=1024 rules=fisher,fig4,interacting lora=16",
+    "shape=8b-6layers sequences=4 length=2048 rules=fisher",
+)
 
 
-def build(options, dtype):
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[options.shape]
-    config = Qwen3Config(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128 if hidden > 256 else 64,
-        vocab_size=vocabulary,
-        tie_word_embeddings=options.shape == "0.6b",
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
+def case_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_case_options(parser)
+    add_variant_options(parser, ["none", "fisher", "fig4", "interacting"])
+    return parser
+
+
+def parse_case(text: str, defaults: argparse.Namespace) -> argparse.Namespace:
+    """`"shape=0.6b rules=fisher,fig4 recipe"` on top of the options given to the command."""
+    words = []
+    for word in text.split():
+        name, _, value = word.partition("=")
+        words += [f"--{name}", *filter(None, value.split(","))]
+    return case_parser().parse_args(words, copy.copy(defaults))
+
+
+def parse() -> tuple[argparse.Namespace, list[argparse.Namespace]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[case_parser()]
     )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).to(dtype)
-    if options.lora:
-        model = get_peft_model(model, LoraConfig(r=options.lora, target_modules="all-linear"))
-    return model
+    parser.add_argument("--case", action="append", default=[], help="options of one case, as above; may be repeated")
+    parser.add_argument("--table", action="store_true", help="the cases of the project's table, for one GPU")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--output", help="JSON file for the figures")
+    parser.add_argument("--plot", help="PNG file for a bar chart of the ratios")
+    options = parser.parse_args()
+    defaults = argparse.Namespace(**{name: getattr(options, name) for name in vars(case_parser().parse_args([]))})
+    texts = [*(TABLE if options.table else ()), *options.case]
+    cases = [parse_case(text, defaults) for text in texts] or [defaults]
+    for case in cases:  # refuses what cannot run before anything does
+        variant_names(case)
+    return options, cases
 
 
-def batch(options, vocabulary, device):
-    m, half = options.sequences, options.length // 2
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(2, vocabulary, (m, 2 * half), generator=generator).to(device)
-    lengths = torch.randint(half // 2, half + 1, (m,), generator=generator).to(device)
-    mask = (torch.arange(half, device=device) < lengths[:, None]).long()
-    return {
-        "prompt_ids": ids[:, :half],
-        "prompt_mask": torch.ones_like(mask),
-        "completion_ids": ids[:, half:],
-        "completion_mask": mask,
-        "advantages": torch.randn(m, generator=generator).to(device),
-        "num_items_in_batch": mask.sum(),
-    }
+def title(case: argparse.Namespace) -> str:
+    weights = f"LoRA {case.lora}" if case.lora else "full weights"
+    checkpointing = ", checkpointing" if case.checkpointing else ""
+    return f"{case.shape}, {case.sequences} x {case.length}, {weights}, {case.dtype}{checkpointing}"
 
 
-def trainer_for(name, model, options, device):
-    settings = {
-        "output_dir": "outputs/step_time",
-        "per_device_train_batch_size": options.sequences,
-        "num_generations": options.sequences,
-        "generation_batch_size": options.sequences,
-        "max_completion_length": options.length // 2,
-        "gradient_checkpointing": options.checkpointing,
-        "use_cpu": device == "cpu",
-        "bf16": False,  # the model itself is in bf16
-        "report_to": [],
-    }
-    if name == "grpo":
-        args, kind = GRPOConfig(**settings), GRPOTrainer
-    else:
-        args, kind = ISOPOConfig(**settings, rule=name, fisher_samples=options.samples), ISOPOTrainer
-    data = Dataset.from_dict({"prompt": ["a"] * options.sequences})
-    reward = lambda completions, **_: [0.0] * len(completions)  # noqa: E731
-    trainer = kind(model, reward, args, data, processing_class=tokenizer())
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    if options.checkpointing:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-        trainer.model.enable_input_require_grads()
-    return trainer
+def run(case: argparse.Namespace, repeats: int) -> dict[str, dict]:
+    variants = {name: Variant(name, case) for name in variant_names(case)}
+    figures = measure(variants, random_batch(case, case.sequences), repeats)
+    print(f"\n{title(case)}, {case.samples} samples, {repeats} rounds")
+    print(f"{'':12} {HEADER}")
+    for name, values in figures.items():
+        print(f"{name:12} {row(values)}")
+    return figures
 
 
-def step(trainer, inputs):
-    trainer.compute_loss(trainer.model, inputs).backward()
-    if isinstance(trainer, ISOPOTrainer):
-        trainer.isopo.end()
-        trainer.isopo.step()
-    trainer.model.zero_grad()
-
-
-def synchronize(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
+def plot(cases: list[dict], path: str) -> None:
+    pyplot = import_pyplot()
+    figure, panels = pyplot.subplots(len(cases), squeeze=False, figsize=(8, 0.6 + 2.4 * len(cases)))
+    for panel, case in zip(panels[:, 0], cases, strict=True):
+        names, figures = list(case["results"]), list(case["results"].values())
+        measured = [("ratio", "time"), ("memory_ratio", "memory")]
+        if figures[0]["memory_ratio"] is None:
+            measured.pop()
+        width = 0.8 / len(measured)
+        for number, (kind, label) in enumerate(measured):
+            places = [place + width * (number - (len(measured) - 1) / 2) for place in range(len(names))]
+            bars = panel.bar(places, [values[kind] for values in figures], 0.9 * width, label=label)
+            panel.bar_label(bars, fmt="%.2f", fontsize=8)
+        panel.axhline(1, color="grey", linewidth=0.8)
+        panel.margins(y=0.15)
+        panel.set_xticks(range(len(names)), names)
+        panel.set_ylabel("ratio to GRPO")
+        panel.set_title(case["title"], fontsize=9)
+    panels[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--lora", type=int, default=0, help="rank; 0 for full weights")
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=["none", "fisher", "fig4", "interacting"])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--output", help="JSON file for the figures")
-    options = parser.parse_args()
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(options, torch.bfloat16 if device == "cuda" else torch.float32)
-    trainers = {}
-    for name in ("grpo", *options.rules):
-        trainers[name] = trainer_for(name, copy.deepcopy(model), options, device)
-        trainers[name].model.to(device)
-    inputs = batch(options, SHAPES[options.shape][-1], device)
-
-    peaks, times = {}, {name: [] for name in trainers}
-    for name, trainer in trainers.items():  # warm-up, and memory beyond what all the models hold
-        step(trainer, inputs)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step(trainer, inputs)
-            weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-            peaks[name] = torch.cuda.max_memory_allocated() - before + weights
-        step(trainer, inputs)
-    for _ in range(options.repeats):
-        for name, trainer in trainers.items():
-            synchronize(device)
-            start = time.perf_counter()
-            step(trainer, inputs)
-            synchronize(device)
-            times[name].append(time.perf_counter() - start)
-
-    hardware = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{hardware}, torch {torch.__version__}, {vars(options)}")
-    print(f"{'':12} {'ms':>9} {'spread':>7} {'ratio':>6} {'GiB':>7} {'ratio':>6}")
-    results = {}
-    for name, values in times.items():
-        median = statistics.median(values)
-        ratio = statistics.median(a / b for a, b in zip(values, times["grpo"], strict=True))
-        spread = (max(values) - min(values)) / median
-        memory = peaks.get(name)
-        results[name] = {"seconds": median, "spread": spread, "ratio": ratio, "peak_bytes": memory}
-        tail = f"{memory / 2**30:7.2f} {memory / peaks['grpo']:6.3f}" if memory else ""
-        print(f"{name:12} {1e3 * median:9.1f} {spread:7.2f} {ratio:6.3f} {tail}")
-    if options.output:
-        with open(options.output, "w") as file:
-            json.dump({"hardware": hardware, "options": vars(options), "results": results}, file, indent=2)
+    options, cases = parse()
+    if options.plot:
+        import_pyplot()
+    report = {"environment": environment(), "repeats": options.repeats, "cases": []}
+    print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
+    for case in cases:
+        results = run(case, options.repeats)
+        release()
+        report["cases"].append({"title": title(case), "options": vars(case), "results": results})
+        if options.output:  # after every case, so that a run that is cut short leaves something
+            with open(options.output, "w") as file:
+                json.dump(report, file, indent=2)
+    if options.plot:
+        plot(report["cases"], options.plot)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from trl.kernels import ChunkedLogProbFunction
 from .geometry.coefficients import Rule
 from .geometry.running import RunningStatistics
 from .geometry.sequences import Sequences, draw_samples
-from .layers import KINDS, Layer, LMHeadLayer, Unsupported, full_shape
+from .layers import KINDS, Layer, LMHeadLayer, Unsupported, frozen_norms, full_shape, lora_linears
 from .microbatch import Microbatch
 
 
@@ -95,14 +95,17 @@ class ISOPO:
         self._model = model
         self._checked = False
         self.layers = _plan(self, model)
+        self._planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
         self._head = next((layer for layer in self.layers if isinstance(layer, LMHeadLayer)), None)
-        for layer in self.layers:
+        # For speed alone: what they do for a trained parameter is what its layer would do
+        self._fused = [*lora_linears(self, model, self.layers), *frozen_norms(self, model, self.layers)]
+        for layer in (*self.layers, *self._fused):
             layer.attach()
 
     def detach(self) -> None:
         """Give the model its own layers back."""
         self.abort()
-        for layer in self.layers:
+        for layer in (*self.layers, *self._fused):
             layer.detach()
 
     # One microbatch
@@ -217,21 +220,23 @@ class ISOPO:
         if any(microbatch.reached):
             self._verify(microbatch.reached)
             self._verified = True
-            microbatch.running.add(microbatch.results, microbatch.advantages)
+            microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.reached])
 
     def _check_trained(self) -> None:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
-        planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
-        # Through the modules: FSDP swaps parameters, PEFT adds modules
-        new = [
-            _name(place, name)
-            for place, module in self._model.named_modules()
-            for name, p in module._parameters.items()
-            if p is not None and p.requires_grad and (module, name) not in planned
-        ]
+        # Through the modules: FSDP swaps parameters, PEFT adds modules. Without their names, which take longer to make
+        modules, new = [self._model], []
+        while modules:
+            module = modules.pop()
+            modules += [child for child in module._modules.values() if child is not None]
+            for name, p in module._parameters.items():
+                if p is not None and p.requires_grad and (module, name) not in self._planned:
+                    new.append((module, name))
         if new:
+            places = {module: place for place, module in self._model.named_modules()}
+            names = [_name(places[module], name) for module, name in new[:8]]
             raise RuntimeError(
-                f"{', '.join(new[:8])} became trainable after ISOPO was attached, so nothing would rescale the "
+                f"{', '.join(names)} became trainable after ISOPO was attached, so nothing would rescale the "
                 "gradient: set `requires_grad` (or the adapter) before attaching, or `detach` and attach again."
             )
 

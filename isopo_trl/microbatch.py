@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .geometry.coefficients import Coefficients, Rule, coefficients
+from .geometry import kernels
+from .geometry.coefficients import Ledger, Rule, coefficients
 from .geometry.running import RunningStatistics
 from .geometry.sequences import Samples, Sequences
 from .geometry.statistics import Statistics
@@ -38,42 +39,54 @@ class Microbatch:
     running: RunningStatistics
     loss_scale: float = 1.0
     scored: torch.Tensor | None = None
-    results: list[Coefficients | None] = field(init=False)
+    ledger: Ledger = field(init=False)
     reached: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
+    _fused: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
-        layers = len(self.running.mean)
-        self.results = [None] * layers
-        self.reached = [0] * layers
-        # Once here rather than in every layer
-        self.advantages = self.advantages.to(self.running.mean.dtype)
+        self.reached = [0] * len(self.running.mean)
+        self.ledger = self.running.open(self.advantages, self.loss_scale)
 
-    def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
-        """Coefficients `[m]` of layer `index`, kept for the running means and the log."""
+    def fused(self, x: torch.Tensor) -> bool:
+        """Whether Triton's kernels can take a layer's rows `x` `[N, features]`."""
+        known = self._fused.get(x.dtype)
+        if known is None:
+            m, n = self.sequences.count, 0 if self.samples is None else len(self.samples.rows)
+            known = self.sequences.index is None and kernels.usable(x, m, n, self.rule)
+            self._fused[x.dtype] = known
+        return known
+
+    def reach(self, index: int) -> Ledger:
+        """Note that the backward pass is at layer `index`, and where its coefficients go."""
         if self.closed:
             raise RuntimeError(
                 "A backward pass ran after its microbatch had ended: call `backward` before `end`, or inside the "
                 "`microbatch` context."
             )
-        history = self.running.expectations(index)
-        result = coefficients(statistics, self.advantages, self.rule, history, self.loss_scale)
-        self.results[index] = result
         self.reached[index] += 1
+        return self.ledger
+
+    def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
+        """Coefficients `[m]` of layer `index`, kept for the running means and the log."""
+        ledger = self.reach(index)
+        history = self.running.expectations(index)
+        result = coefficients(statistics, ledger.advantages, self.rule, history, self.loss_scale)
+        ledger.record(index, result)
         return result.c
 
     def rows(self, name: str, x: torch.Tensor, features: int = 1) -> torch.Tensor:
-        """
-        View a layer's tensor, positions first, as rows `[N, ...]`; `features` counts the dimensions behind them.
+        """View a layer's tensor, positions first, as rows `[N, ...]`; `features` counts the dimensions behind them."""
+        self.check(name, x, features)
+        return x.reshape(self.sequences.rows, *x.shape[x.dim() - features :])
 
-        Raises if the positions are not those of the microbatch: then rows cannot be told apart by sequence.
-        """
+    def check(self, name: str, x: torch.Tensor, features: int = 1) -> None:
+        """Raise if the positions of `x` are not the microbatch's: then rows cannot be told apart by sequence."""
         B, T = self.shape
-        positions = tuple(x.shape[: x.dim() - features])
-        if positions not in ((B, T), (B * T,), (1, B * T)):
+        positions = x.shape[: x.dim() - features]
+        if positions != self.shape and positions not in ((B * T,), (1, B * T)):
             raise RuntimeError(
-                f"{name} got positions of shape {positions}, but the microbatch has {B} x {T}: check that "
+                f"{name} got positions of shape {tuple(positions)}, but the microbatch has {B} x {T}: check that "
                 "`attention_mask` has the shape of `input_ids`; if it has, ISOPO cannot tell which sequence this "
                 "layer's rows belong to, so freeze its parameters, or leave it out of the LoRA targets."
             )
-        return x.reshape(B * T, *x.shape[x.dim() - features :])

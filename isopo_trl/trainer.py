@@ -183,6 +183,14 @@ class ISOPOTrainer(GRPOTrainer):
                 loss = super()._compute_loss(model, inputs)
             finally:
                 self._loss_inputs = None
+        # Here, where TRL has waited for the device already
+        broken = int(self.accelerator.reduce(inputs["broken"], reduction="sum"))  # so that no rank is left waiting
+        if broken:
+            raise FloatingPointError(
+                f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
+                "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
+                "have not been touched by this step."
+            )
         if not train:
             return loss
         # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
@@ -200,14 +208,7 @@ class ISOPOTrainer(GRPOTrainer):
                 self._reference.update(logps=logps, arguments=arguments, keywords=kwargs)
             return logps, entropies, aux_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
-        broken = int(self.accelerator.reduce(broken, reduction="sum"))  # so that no rank is left waiting
-        if broken:
-            raise FloatingPointError(
-                f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
-                "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
-                "have not been touched by this step."
-            )
+        inputs["broken"] = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
         if self.use_vllm and self.vllm_importance_sampling_correction:
             inputs["importance_sampling_ratio"] = self._sampler_correction(logps.detach(), inputs, mask)
         return logps, entropies, aux_loss

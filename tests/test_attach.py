@@ -224,7 +224,7 @@ def test_the_coverage_names_every_trained_parameter_once_with_its_kind_and_strat
     assert {row["parameter"]: row["shape"] for row in rows} == {name: tuple(p.shape) for name, p in trained.items()}
     kinds = {row["parameter"].split(".")[-2]: row["rule"] for row in rows}
     assert kinds["embed_tokens"] == "embedding" and kinds["lm_head"] == "lm head"
-    assert kinds["q_proj"] == "linear" and kinds["q_norm"] == "elementwise"
+    assert kinds["q_proj"] == "linear" and kinds["q_norm"] == "rms norm"
     isopo.print_coverage(sequences=8, length=1024)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["parameter", "shape", "rule", "strategy"] and len(lines) == 1 + len(rows)

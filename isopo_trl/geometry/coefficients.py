@@ -22,7 +22,8 @@ reach), its Fisher norms are not known, and every sequence gets the layer's mean
 scale; in the paper's, 0 before there is any history.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ EXPONENTS: dict[str, tuple[float, float, float]] = {
 }
 RULES = (*EXPONENTS, "interacting")
 SCALES = ("relative", "paper")
+# The kernels count once for a layer, and once for each block of features of an elementwise parameter
+COUNTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Rule:
     def lambda_(self) -> float:
         return float(self.interacting) if self.regularization is None else float(self.regularization)
 
-    @property
+    @cached_property
     def exponents(self) -> tuple[float, float, float]:
         """`(p, q, r)`; all zero for the interacting rule."""
         p, q, r = EXPONENTS.get(self.name, (0.0, 0.0, 0.0))
@@ -118,10 +121,16 @@ class Rule:
             r if self.relative_power is None else float(self.relative_power),
         )
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         p, q, r = self.exponents
         return Needs(overlap=p != 0 or r != 0, norm=q != 0 or r != 0, ntk=self.interacting)
+
+    @cached_property
+    def traits(self) -> int:
+        """What the kernels are compiled for, a bit each: needs, exponents, regularisation, scale."""
+        regularization = (self.lambda_ > 0, self.keep_small, self.scale == "paper")
+        return sum(bool(trait) << bit for bit, trait in enumerate((*self.needs, *self.exponents, *regularization)))
 
     @property
     def degree(self) -> float:
@@ -161,6 +170,44 @@ class Coefficients(NamedTuple):
     fisher: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     raw: torch.Tensor | None = None
+
+
+@dataclass
+class Ledger:
+    """
+    The coefficients of every layer in one microbatch, and what they are made from; all on the device.
+
+    Args:
+        rule ([`Rule`]): the rule.
+        advantages (`torch.Tensor`): `[m]`.
+        history (`torch.Tensor`): `[L, 6]`, the [`Expectations`] of each layer, and 1 where there are any.
+        settings (`torch.Tensor`): `[6]`, p, q, r, lambda, one over the constant that the loss carries, and that
+            constant to the power of the rule's degree.
+        table (`torch.Tensor`): `[L, 4, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
+        counter (`torch.Tensor`): zeros, with which the programs of a kernel find out which of them is the last.
+    """
+
+    rule: Rule
+    advantages: torch.Tensor
+    history: torch.Tensor
+    settings: torch.Tensor
+    table: torch.Tensor = field(init=False)
+    counter: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        layers, m = len(self.history), len(self.advantages)
+        self.table = self.advantages.new_zeros(layers, len(Coefficients._fields), m)
+        self.counter = torch.zeros(COUNTERS, device=self.advantages.device, dtype=torch.int32)
+        if not any(self.rule.needs):
+            self.table[:, 0] = self.advantages
+        self.tensors = (self.counter, self.table, self.advantages, self.history, self.settings)
+        self.traits = self.rule.traits
+
+    def record(self, index: int, result: Coefficients) -> None:
+        """Enter the coefficients of layer `index`."""
+        for place, values in enumerate(result):
+            if values is not None:
+                self.table[index, place] = values
 
 
 def mean_over(x: torch.Tensor | None, alive: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .coefficients import Coefficients, Expectations, Rule, alive_sequences, ratio
+from .coefficients import Expectations, Ledger, Rule, alive_sequences, ratio
 from .statistics import scalar_dtype
 
 
@@ -36,7 +36,8 @@ class RunningStatistics:
         self.rule = rule
         self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
         self.known = [False] * layers
-        self._expectations: list[Expectations | None] = [None] * layers
+        self._settings: dict[float, torch.Tensor] = {}
+        self._refresh()
         self._start_step()
 
     def _start_step(self) -> None:
@@ -44,37 +45,35 @@ class RunningStatistics:
         self._extremes = self.mean.new_full((2,), -torch.inf)  # of -f and f
         self._broken = self.mean.new_zeros(1)
 
+    def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
+        """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
+        if loss_scale not in self._settings:
+            rule = self.rule
+            settings = (*rule.exponents, rule.lambda_, 1 / loss_scale, loss_scale**rule.degree)
+            self._settings[loss_scale] = self.mean.new_tensor(settings)
+        advantages = advantages.to(self.mean.dtype, copy=True).contiguous()
+        return Ledger(self.rule, advantages, self.history, self._settings[loss_scale])
+
     def expectations(self, layer: int) -> Expectations | None:
         """The running means that `layer`'s rule refers to; `None` if it has no history."""
-        return self._expectations[layer]
+        if not self.known[layer]:
+            return None
+        row = self.history[layer]
+        return Expectations(row[:3], row[3], row[4])
 
-    def add(self, results: list[Coefficients | None], advantages: torch.Tensor) -> None:
-        """
-        Take in one microbatch: each layer's coefficients (`None` for a layer that was not reached), and the advantages
-        `[m]` they were made with.
-        """
-
-        def together(name: str) -> torch.Tensor | None:
-            rows = [None if result is None else getattr(result, name) for result in results]
-            if all(row is None for row in rows):
-                return None
-            return torch.stack([torch.zeros_like(advantages) if row is None else row for row in rows])
-
-        c, fisher, norm, raw = (together(name) for name in Coefficients._fields)
-        assert c is not None
-        zeros = torch.zeros_like(c)
-        reached = torch.tensor([result is not None for result in results], device=c.device).unsqueeze(1)
-        if fisher is None and norm is None:
-            alive, broken = reached, ~torch.isfinite(c)
-        else:
-            alive = reached & alive_sequences(fisher, norm)
-            broken = ~torch.isfinite(c + (zeros if fisher is None else fisher) + (zeros if norm is None else norm))
-        alive = alive & ~broken
+    def add(self, ledger: Ledger, reached: list[bool]) -> None:
+        """Take in one microbatch: the coefficients of the layers that were `reached`."""
+        needs, advantages = self.rule.needs, ledger.advantages
+        c, fisher, norm, raw = ledger.table.unbind(1)
+        broken = ~torch.isfinite(c + fisher + norm)
+        given = (fisher if needs.overlap else None, norm if needs.norm or needs.ntk else None)
+        alive = ~broken & alive_sequences(*given) if any(needs) else ~broken
+        if not all(reached):
+            alive = alive & torch.tensor(reached, device=c.device).unsqueeze(1)
         defined = alive & (advantages != 0)
         multiplier = torch.where(defined, c / advantages, 0)
-        x = fisher if fisher is not None else zeros if norm is None else norm
-        relative = zeros if fisher is None or norm is None else ratio(fisher, norm)
-        fisher, norm, raw = (zeros if value is None else value for value in (fisher, norm, raw))
+        x = fisher if needs.overlap else norm
+        relative = ratio(fisher, norm)
         expectations = (fisher.square(), norm.square(), relative.square(), raw * x, x)
         reported = (fisher, norm, relative, c.abs(), c.square(), multiplier, defined)
         terms = torch.stack([*expectations, torch.ones_like(c), *reported], dim=1)
@@ -100,7 +99,7 @@ class RunningStatistics:
         sums, broken = totals[:-1].view_as(self._sums), totals[-1]
         count = sums[:, _COUNT]
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
-        decay = self.decay * self.mean.new_tensor(self.known).unsqueeze(1)  # a first mean has no past
+        decay = self.decay * self.history[:, 5:]  # a first mean has no past
         updated = decay * self.mean + (1 - decay) * step_mean
         self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean)
         figures = self._figures(sums, broken)
@@ -133,10 +132,9 @@ class RunningStatistics:
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
-        rows = zip(self.mean[:, :3].unbind(), ratio(x, fx).unbind(), ratio(fx, x).unbind(), strict=True)
-        self._expectations = [
-            Expectations(*row) if known else None for row, known in zip(rows, self.known, strict=True)
-        ]
+        known = self.mean.new_tensor(self.known)
+        scales = torch.stack([ratio(x, fx), ratio(fx, x), known], dim=1)
+        self.history = torch.cat([self.mean[:, :3], scales], dim=1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean.cpu(), "known": self.known}

@@ -1,6 +1,7 @@
 """Which row belongs to which sequence, and at which rows the Fisher metric is sampled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -99,6 +100,26 @@ class Samples:
 
     rows: torch.Tensor
     absent: torch.Tensor
+    _slots: torch.Tensor | None = field(init=False, default=None, compare=False)
+
+    @cached_property
+    def present(self) -> torch.Tensor:
+        """`rows`, with `-1` for absent ones."""
+        return torch.where(self.absent, -1, self.rows)
+
+    @cached_property
+    def order(self) -> torch.Tensor:
+        """`0 .. n - 1`, with `-1` for absent ones."""
+        return torch.where(self.absent, -1, torch.arange(self.rows.shape[0], device=self.rows.device))
+
+    def slots(self, rows: int) -> torch.Tensor:
+        """Which sample each of so many rows is, `[N]`, or `-1`."""
+        if self._slots is None:
+            slots = torch.full((rows + 1,), -1, dtype=torch.int32, device=self.rows.device)
+            places = torch.where(self.absent, rows, self.rows)  # absent ones all write to the spare last slot
+            object.__setattr__(self, "_slots", slots.scatter(0, places, self.order.to(torch.int32))[:rows])
+        assert self._slots is not None
+        return self._slots
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The sampled rows of `x`, `[N, ...]` -> `[n, ...]`; what is made of them goes through `masked`."""

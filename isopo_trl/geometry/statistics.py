@@ -189,7 +189,7 @@ class VStatistics:
         self.a_samples = a_samples
         self.result = Statistics()
 
-    def add(self, V: torch.Tensor, g_samples: torch.Tensor | None) -> None:
+    def add(self, V: torch.Tensor, g_samples: torch.Tensor | None = None) -> None:
         m, b, d = V.shape
         if self.needs.overlap:
             assert self.a_samples is not None and g_samples is not None

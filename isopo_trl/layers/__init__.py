@@ -10,9 +10,11 @@ from .layer import Layer, Unsupported, full_shape
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
 from .lm_head import LMHeadLayer
+from .lora import lora_linears
+from .rms_norm import RMSNormLayer, frozen_norms
 
 
 # In the order in which they are asked; the first that accepts a module takes it
-KINDS: tuple[type[Layer], ...] = (LinearLayer, EmbeddingLayer, LayerNormLayer, ElementwiseLayer)
+KINDS: tuple[type[Layer], ...] = (LinearLayer, EmbeddingLayer, LayerNormLayer, RMSNormLayer, ElementwiseLayer)
 
-__all__ = ["KINDS", "LMHeadLayer", "Layer", "Unsupported", "full_shape"]
+__all__ = ["KINDS", "LMHeadLayer", "Layer", "Unsupported", "frozen_norms", "full_shape", "lora_linears"]

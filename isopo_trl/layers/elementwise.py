@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from ..geometry import kernels
 from ..geometry.cost import Needs
 from ..geometry.statistics import elementwise_statistics
 from ..microbatch import Microbatch
-from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward
+from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, once
 
 
-def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch) -> torch.Tensor:
+def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
-    statistics, V = elementwise_statistics(v, microbatch.sequences, microbatch.samples, microbatch.rule.needs)
-    return microbatch.coefficients(index, statistics).to(V.dtype) @ V
+    sequences, samples, rule = microbatch.sequences, microbatch.samples, microbatch.rule
+    if microbatch.fused(v) and v.shape[1] <= kernels.MOST_FEATURES:
+        return kernels.elementwise_gradient(v, sequences, samples, microbatch.reach(index), index, dtype)
+    statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)
+    return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)
 
 
 class KeptLayer(Layer):
@@ -53,9 +56,7 @@ class ElementwiseLayer(KeptLayer):
             )
         return True
 
-    def forward(self, module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        microbatch = self.microbatch
-        assert microbatch is not None
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         names = self.parameters
         own = {name: module._parameters[name] for name in names}
         axes, certain = position_axes(self.name, x, microbatch)
@@ -83,12 +84,15 @@ class _HandOut(torch.autograd.Function):
         return tuple(p.view_as(p).expand(*shape, -1) for p in parameters)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, *gradients):
         microbatch, layer = ctx.microbatch, ctx.layer
         rows = [g.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes)) for g in gradients]
-        v = microbatch.rows(layer.name, torch.cat(rows, dim=-1))
-        flat = elementwise_gradient(v, layer.index, microbatch).split(v.shape[1] // len(rows))
+        v = microbatch.rows(layer.name, torch.cat(rows, dim=-1) if len(rows) > 1 else rows[0])
+        total = elementwise_gradient(v, layer.index, microbatch, ctx.dtypes[0])
+        if len(rows) == 1:
+            return None, None, None, None, total
+        flat = total.split(v.shape[1] // len(rows))
         return None, None, None, None, *(g.to(dtype) for g, dtype in zip(flat, ctx.dtypes, strict=True))
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..geometry.cost import Needs
 from ..geometry.statistics import OneHotInputs, ghost_statistics
-from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward
+from ..microbatch import Microbatch
+from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward, once
 
 
 class EmbeddingLayer(Layer):
@@ -26,9 +26,7 @@ class EmbeddingLayer(Layer):
             raise Unsupported(f"{type(module).__name__} does more than look up a row and multiply it by a constant")
         return True
 
-    def forward(self, module: Any, ids: torch.Tensor) -> torch.Tensor:
-        microbatch = self.microbatch
-        assert microbatch is not None
+    def forward(self, module: Any, microbatch: Microbatch, ids: torch.Tensor) -> torch.Tensor:
         B, T = microbatch.shape
         if ids.shape == (1, T) and B > 1:
             # One row of positions for the whole batch: with one row a sequence their gradients stay apart
@@ -70,14 +68,14 @@ def _looks_up_and_scales(module: nn.Embedding) -> bool:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, weight, padding_idx, layer, microbatch):
-        microbatch.rows(layer.name, ids, features=0)
+        microbatch.check(layer.name, ids, features=0)
         ctx.save_for_backward(ids)
         ctx.rows, ctx.dtype, ctx.padding_idx = weight.shape[0], weight.dtype, padding_idx
         ctx.layer, ctx.microbatch = layer, microbatch
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad):
         (ids,) = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -49,7 +50,7 @@ class Layer:
         """Whether this kind handles the module; raises [`Unsupported`] if only another setting of it is handled."""
         raise NotImplementedError
 
-    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: Any, microbatch: "Microbatch", *args: Any, **kwargs: Any) -> Any:
         """The module's forward while a microbatch is under way and gradients are recorded."""
         raise NotImplementedError
 
@@ -63,9 +64,10 @@ class Layer:
         if not torch.is_grad_enabled() or self.isopo.current is None:
             return None
         # Read through the module: FSDP and PEFT swap parameters after the layer was planned
-        if not any(p is not None and p.requires_grad for p in self.module._parameters.values()):
-            return None
-        return self.isopo.current
+        for p in self.module._parameters.values():
+            if p is not None and p.requires_grad:
+                return self.isopo.current
+        return None
 
     def attach(self) -> None:
         self.module._isopo_layer = self  # type: ignore[assignment]
@@ -86,12 +88,25 @@ class Layer:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     layer = module.__dict__.get("_isopo_layer")
     # A deep copy of the model carries the layer along but is not the model that is trained
-    if layer is None or getattr(layer, "module", None) is not module or layer.microbatch is None:
+    microbatch = layer.microbatch if layer is not None and getattr(layer, "module", None) is module else None
+    if microbatch is None:
         return type(module).forward(module, *args, **kwargs)
     if not args:  # the input given by name
         kind: Any = type(module)
         args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)
-    return layer.forward(module, *args, **kwargs)
+    return layer.forward(module, microbatch, *args, **kwargs)
+
+
+def once(backward: Callable) -> Callable:
+    """Mark a backward that cannot be differentiated again (as `once_differentiable` does, at a tenth of its time)."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError("ISOPO's gradients cannot be differentiated again: backward without `create_graph`.")
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -109,10 +124,9 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     Cast as autocast would before a matrix product, so that a product inside an autograd function sees what the layer's
     own would have seen, and its gradient comes back through the cast.
     """
-    device = next(x for x in tensors if x is not None).device.type
+    device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype) for x in tensors
-    )
+    kept = (dtype, torch.float64)
+    return tuple([x if x is None or x.dtype in kept or not x.is_floating_point() else x.to(dtype) for x in tensors])

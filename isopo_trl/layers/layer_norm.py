@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from ..microbatch import Microbatch
 from .elementwise import KeptLayer, elementwise_gradient
-from .layer import Unsupported, has_own_forward
+from .layer import Unsupported, has_own_forward, once
 
 
 class LayerNormLayer(KeptLayer):
@@ -25,26 +25,25 @@ class LayerNormLayer(KeptLayer):
             raise Unsupported("a layer norm over more than the last dimension is not supported")
         return True
 
-    def forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        assert self.microbatch is not None
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # As autocast does for layer norms
             x, weight, bias = x.float(), *(p if p is None else p.float() for p in (weight, bias))
-        return _LayerNorm.apply(x, weight, bias, module.eps, self, self.microbatch)
+        return _LayerNorm.apply(x, weight, bias, module.eps, self, microbatch)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, layer, microbatch):
-        microbatch.rows(layer.name, x)
+        microbatch.check(layer.name, x)
         output, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.layer, ctx.microbatch = layer, microbatch
         return output
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
@@ -62,9 +61,7 @@ class _LayerNorm(torch.autograd.Function):
         gradients = [None, None]
         if parts:
             v = microbatch.rows(layer.name, torch.cat(parts, dim=-1))
-            flat = elementwise_gradient(v, layer.index, microbatch).split(x.shape[-1])
-            gradients = [
-                flat[0].to(weight.dtype) if needs_weight else None,
-                flat[-1].to(bias.dtype) if needs_bias else None,
-            ]
+            dtype = (weight if needs_weight else bias).dtype
+            flat = elementwise_gradient(v, layer.index, microbatch, dtype).split(x.shape[-1])
+            gradients = [flat[0] if needs_weight else None, flat[-1].to(bias.dtype) if needs_bias else None]
         return grad_x, *gradients, None, None, None

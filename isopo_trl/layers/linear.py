@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
-from ..geometry.cost import Needs, choose_strategy
-from ..geometry.statistics import elementwise_statistics, linear_statistics
+from ..geometry import kernels
+from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
+from ..geometry.statistics import linear_statistics, product, sequence_gradients
 from ..microbatch import Microbatch
-from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward
+from .elementwise import elementwise_gradient
+from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward, once
 
 
 class LinearLayer(Layer):
@@ -28,31 +29,35 @@ class LinearLayer(Layer):
             raise Unsupported(f"{type(module).__name__} has parameters beside weight and bias")
         return True
 
-    def forward(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        assert self.microbatch is not None
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
         weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
         x, weight, bias = autocast(x, weight, module.bias)
-        return _Linear.apply(x, weight, bias, self, self.microbatch)
+        return _Linear.apply(x, weight, bias, self, microbatch)
 
     def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
         if not any(needs):
             return "plain"
         if "weight" not in self.parameters:
             return "kept"
-        p, d = full_shape(self.module.get_parameter("weight"))
-        return choose_strategy(sequences, length, p, d, samples, needs)
+        weight = self.module.get_parameter("weight")
+        p, d = full_shape(weight)
+        fused = weight.is_cuda and kernels.ENABLED
+        if fused and not (needs.norm or needs.ntk):
+            return "ghost"
+        d += "bias" in self.parameters
+        return choose_strategy(sequences, length, p, d, samples, needs, weight.device.type)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, layer, microbatch):
-        microbatch.rows(layer.name, x)
+        microbatch.check(layer.name, x)
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.microbatch = layer, microbatch
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
@@ -60,18 +65,12 @@ class _Linear(torch.autograd.Function):
         g = microbatch.rows(layer.name, grad)
         a = microbatch.rows(layer.name, x)
         grad_x = (g @ weight).view_as(x) if needs_x else None
-        grad_weight, grad_bias = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch)
-        return (
-            grad_x,
-            grad_weight if grad_weight is None else grad_weight.to(weight.dtype),
-            grad_bias if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-        )
+        gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype)
+        return grad_x, *gradients, None, None
 
 
 def linear_gradient(
-    g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, index: int, microbatch: Microbatch
+    g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, index: int, microbatch: Microbatch, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
     `sum_s c_s V_s` of a linear layer: the gradients of its weight `[p, d]` and bias `[p]`.
@@ -82,22 +81,79 @@ def linear_gradient(
         weight, bias (`bool`): which of the two is trained.
         index (`int`): the layer's place in the running statistics.
         microbatch ([`Microbatch`]): the rest.
+        dtype (`torch.dtype`): of the result.
     """
-    sequences, samples, needs = microbatch.sequences, microbatch.samples, microbatch.rule.needs
     if not weight:  # only the bias is trained: its gradient at a position is g_t
-        statistics, V = elementwise_statistics(g, sequences, samples, needs)
-        return None, microbatch.coefficients(index, statistics).to(V.dtype) @ V
+        return None, elementwise_gradient(g, index, microbatch, dtype)
+    compute = _fused if g.dtype == a.dtype and microbatch.fused(g) else _plain
+    total, g, a = compute(g, a, bias, index, microbatch, dtype)
+    if total is None:
+        total = g.t() @ a if g.dtype == dtype else product(g.t(), a).to(dtype)
+        return total, g.sum(0).to(dtype) if bias else None
+    return (total[:, :-1], total[:, -1]) if bias else (total, None)
 
+
+def _strategy(g: torch.Tensor, a: torch.Tensor, bias: bool, microbatch: Microbatch) -> Strategy:
+    sequences, samples = microbatch.sequences, microbatch.samples
     n = 0 if samples is None else len(samples.rows)
-    strategy = choose_strategy(sequences.count, sequences.length, g.shape[1], a.shape[1], n, needs)
-    statistics, kept = linear_statistics(g, a, bias, sequences, samples, needs, strategy)
+    shape = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
+    return choose_strategy(*shape, n, microbatch.rule.needs, g.device.type)
+
+
+_Total = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
+
+
+def _plain(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    index: int,
+    microbatch: Microbatch,
+    dtype: torch.dtype,
+) -> _Total:
+    """The gradient, or `None` and the rows, one side of them scaled, whose product it is."""
+    sequences, samples = microbatch.sequences, microbatch.samples
+    strategy = _strategy(g, a, bias, microbatch)
+    statistics, kept = linear_statistics(g, a, bias, sequences, samples, microbatch.rule.needs, strategy)
     c = microbatch.coefficients(index, statistics)
     if kept is not None:
-        total = torch.einsum("m,mpd->pd", c.to(kept.dtype), kept)
-        return (total[:, :-1], total[:, -1]) if bias else (total, None)
+        return torch.einsum("m,mpd->pd", c.to(kept.dtype), kept).to(dtype), g, a
     c = c.to(g.dtype)
     if bias or g.shape[1] <= a.shape[1]:
-        g = sequences.scaled(g, c)
-    else:  # the same product, with fewer elements to scale
-        a = sequences.scaled(a, c)
-    return g.t() @ a, g.sum(0) if bias else None
+        return None, sequences.scaled(g, c), a
+    return None, g, sequences.scaled(a, c)  # the same product, with fewer elements to scale
+
+
+def _fused(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    index: int,
+    microbatch: Microbatch,
+    dtype: torch.dtype,
+) -> _Total:
+    """The same with Triton's kernels. Overlaps always come from products between rows, which cost one launch."""
+    sequences, needs = microbatch.sequences, microbatch.rule.needs
+    samples: Any = microbatch.samples
+    explicit = needs.norm or needs.ntk
+    strategy: Strategy = _strategy(g, a, bias, microbatch) if explicit else "ghost"
+    if explicit and strategy == "ghost":
+        return _plain(g, a, bias, index, microbatch, dtype)
+    ledger = microbatch.reach(index)
+    overlap: Any = None
+    V: Any = None
+    if needs.overlap:
+        overlap = kernels.overlap_coefficients(g, a, bias, sequences, samples, ledger, index, finish=not explicit)
+    if explicit:
+        p, d = g.shape[1], a.shape[1] + bias
+        rows = p if strategy == "kept" else block_rows(sequences.count, d)
+        sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
+        n = 0 if samples is None else len(samples.rows)
+        sums = kernels.VSums(microbatch.rule, sizes, ledger, index, overlap, n)
+        for _, V in sequence_gradients(g, a, bias, sequences, rows):
+            sums.add(V)
+        if strategy == "kept":
+            return kernels.combined(V, ledger, index, dtype), g, a
+    if bias or g.shape[1] <= a.shape[1]:
+        return None, kernels.scaled(g, sequences, ledger, index), a
+    return None, g, kernels.scaled(a, sequences, ledger, index)

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
-from trl.kernels import ChunkedLogProbFunction
+from trl.kernels import ChunkedLogProbFunction, chunked_logprob
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
+from ..geometry import kernels
+from ..geometry.coefficients import Rule
+from ..geometry.cost import KEPT_LIMIT, Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import (
     DenseInputs,
@@ -30,12 +31,12 @@ from ..geometry.statistics import (
     with_ones,
 )
 from ..microbatch import Microbatch
-from .layer import Unsupported, full_shape, has_own_forward
+from .layer import Unsupported, full_shape, has_own_forward, once
 from .linear import LinearLayer
 
 
-# Elements of a tile of logits, [tokens, part of the vocabulary]
-_TILE = 2**25
+# Elements of a tile of logits, [tokens, part of the vocabulary], as in TRL
+_TILE = 2**27
 
 
 class LMHeadLayer(LinearLayer):
@@ -59,8 +60,10 @@ class LMHeadLayer(LinearLayer):
             super().detach()
 
     def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        p, d = full_shape(self.module.get_parameter("weight"))
-        return head_strategy(sequences, length, p, d, samples, needs) if any(needs) else "plain"
+        weight = self.module.get_parameter("weight")
+        p, d = full_shape(weight)
+        device = weight.device.type
+        return head_strategy(sequences, length, p, d, samples, needs, device) if any(needs) else "plain"
 
     def fused(self, *args: Any) -> Any:
         """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs."""
@@ -72,10 +75,15 @@ class LMHeadLayer(LinearLayer):
         return _FusedLMHead.apply(*args, self, microbatch)
 
 
-def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs) -> Strategy:
-    """As for any linear layer, but norms between rows of logits would need a Gram matrix as large as `[T, T]`."""
-    strategy = choose_strategy(m, T, p, d, n, needs)
-    return "blocks" if strategy == "ghost" and (needs.norm or needs.ntk) else strategy
+def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str = "cpu") -> Strategy:
+    """
+    As for any linear layer, but overlaps always come from products between rows, and those between all rows, which the
+    norm would need, have to be kept from one part of the vocabulary to the next.
+    """
+    strategy = choose_strategy(m, T, p, d, n, needs._replace(overlap=False), device)
+    if strategy == "ghost" and (needs.ntk or (needs.norm and m * T * T > KEPT_LIMIT)):
+        return "blocks"
+    return strategy
 
 
 def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | None]:
@@ -113,7 +121,7 @@ class _FusedLMHead(torch.autograd.Function):
         return ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, grad_logprobs, grad_entropy, *_):
         if grad_entropy is not None:
             raise RuntimeError(
@@ -129,66 +137,45 @@ class _FusedLMHead(torch.autograd.Function):
 
 def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
     hidden, weight, bias, targets, log_z, _ = ctx.saved_tensors
-    sequences, samples, microbatch = ctx.sequences, ctx.samples, ctx.microbatch
-    needs = microbatch.rule.needs
+    sequences, microbatch = ctx.sequences, ctx.microbatch
+    index, needs = ctx.layer.index, microbatch.rule.needs
     vocab, d = weight.shape
     a = hidden.to(ctx.compute_dtype)
-    dtype = accumulation_dtype(a.dtype)
-    grad = grad_logprobs.to(dtype)
-
-    def tiles(rows: Any, grad: torch.Tensor, width: int) -> Iterator[tuple[slice, Any]]:
-        """Gradient of the logits at `rows`, `[rows, width]`, part by part of the vocabulary."""
-        for start in range(0, vocab, width):
-            part = slice(start, min(start + width, vocab))
-            yield part, _logits_gradient(a[rows], weight, bias, targets[rows], log_z[rows], grad, part, ctx)
+    m, n = sequences.count, 0 if ctx.samples is None else len(ctx.samples.rows)
 
     if len(a) == 0:  # no token is scored, and TRL still asks for a gradient
-        m, none = sequences.count, grad.new_zeros
-        microbatch.coefficients(ctx.layer.index, Statistics(none(1, m), none(1), none(m), none(m, m)))
+        none = a.new_zeros
+        microbatch.coefficients(index, Statistics(none(1, m), none(1), none(m), none(m, m)))
         parts = ((needs_hidden, hidden), (needs_weight, weight), (needs_bias, bias))
         return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
 
-    n = 0 if samples is None else len(samples.rows)
-    strategy = head_strategy(sequences.count, sequences.length, vocab, d, n, needs)
-    width = max(1, _TILE // len(a))
+    strategy = head_strategy(m, sequences.length, vocab, d + needs_bias, n, needs, a.device.type)
+    width = min(ctx.chunk_size, _TILE // len(a), vocab)
     if strategy == "blocks":
-        width = min(width, block_rows(sequences.count, d + 1))
+        width = min(width, block_rows(m, d + needs_bias))
+    width = max(1, width)
+    buffer = torch.empty(len(a), width, device=a.device, dtype=a.dtype)
 
-    grad_hidden = torch.zeros(a.shape, device=a.device, dtype=dtype) if needs_hidden else None
-    gram = from_V = sample_tiles = None
+    def tiles(grad: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Gradient of the logits `[rows, width]`, part by part of the vocabulary, each in the place of the last."""
+        for start in range(0, vocab, width):
+            part = slice(start, min(start + width, vocab))
+            tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - start])
+            if bias is not None:
+                tile += bias[part].to(a.dtype)
+            yield part, _logits_gradient(tile, targets, log_z, grad, start, ctx.kernel_args)
+
+    grad = grad_logprobs.to(log_z.dtype).contiguous()
+    grad_hidden = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype)) if needs_hidden else None
+    sums = _HeadStatistics(a, needs_bias, sequences, ctx.samples, microbatch.rule, strategy)
     kept: list[tuple[slice, torch.Tensor]] = []
-    norms = torch.zeros((), device=a.device, dtype=dtype)
-    if needs.overlap:
-        sample_tiles = tiles(samples.rows, grad[samples.rows], width)
-        a_samples = with_ones(samples.of(a), needs_bias)
-    if strategy == "ghost":
-        gram = torch.zeros(n, len(a), device=a.device, dtype=dtype) if needs.overlap else None
-    else:
-        from_V = VStatistics(needs, a_samples if needs.overlap else None)
-        a_padded = sequences.padded(with_ones(a, needs_bias))
-
-    for part, tile in tiles(slice(None), grad, width):
+    for part, tile in tiles(grad):
         if grad_hidden is not None:
             grad_hidden += product(tile, weight[part].to(tile.dtype))
-        sample_tile: Any = None
-        if sample_tiles is not None:
-            _, sample_tile = next(sample_tiles)
-            norms = norms + square_norms(sample_tile)
-        if gram is not None:
-            gram += product(sample_tile, tile.t())
-        if from_V is not None:
-            V = product(sequences.padded(tile).transpose(1, 2), a_padded)
-            from_V.add(V, sample_tile)
-            if strategy == "kept":
-                kept.append((part, V))
-
-    statistics = Statistics() if from_V is None else from_V.result
-    if needs.overlap:
-        if gram is not None:
-            statistics.overlap = sequences.sums(gram * DenseInputs(a, needs_bias).with_all(samples.rows))
-        statistics.overlap = samples.masked(statistics.overlap)
-        statistics.sample_norm = samples.masked(norms * square_norms(a_samples))
-    c = microbatch.coefficients(ctx.layer.index, statistics)
+        V = sums.add(tile)
+        if V is not None and strategy == "kept":
+            kept.append((part, V))
+    c = microbatch.coefficients(index, sums.result())
 
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -198,32 +185,74 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
             grad_weight[part] = total[:, :d].to(weight.dtype)
         if grad_bias is not None:
             grad_bias[part] = total[:, -1].to(bias.dtype)
-    for part, tile in tiles(slice(None), sequences.scaled(grad, c.to(dtype)), width) if not kept else ():
+    for part, tile in tiles(sequences.scaled(grad, c.to(grad.dtype))) if not kept else ():
         if grad_weight is not None:
-            grad_weight[part] = product(tile.t(), a).to(weight.dtype)
+            grad_weight[part] = tile.t() @ a
         if grad_bias is not None:
-            grad_bias[part] = tile.sum(0, dtype=dtype).to(bias.dtype)
+            grad_bias[part] = tile.sum(0, dtype=accumulation_dtype(tile.dtype)).to(bias.dtype)
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _logits_gradient(a, weight, bias, targets, log_z, grad, part, ctx):
+class _HeadStatistics:
     """
-    Gradient at the output of the projection, `[rows, part]`: `grad_t (1[v = target_t] - p_tv)`, taken back through the
-    temperature, the soft cap and the scale of the logits.
+    The statistics, from tiles of the gradient of the logits.
+
+    Args:
+        a (`torch.Tensor`): `[N, d]`, the hidden states.
+        bias (`bool`): whether a bias is trained.
+        sequences, samples, rule, strategy: as elsewhere.
     """
-    dtype = accumulation_dtype(a.dtype)
-    settings = ctx.kernel_args
-    logits = a @ weight[part].to(a.dtype).t()
-    if bias is not None:
-        logits += bias[part].to(a.dtype)
-    z = logits.to(dtype) * settings["logit_scale"]
-    slope = settings["logit_scale"] * settings["inv_t"]
-    if settings["HAS_SOFTCAP"]:
-        capped = torch.tanh(z / settings["softcap"])
-        slope = slope * (1 - capped.square())
-        z = settings["softcap"] * capped
-    tile = -torch.exp(z * settings["inv_t"] - log_z.to(dtype).unsqueeze(1))
-    place = targets - part.start
-    inside = (place >= 0) & (place < part.stop - part.start)
-    tile.scatter_add_(1, place.clamp(0, part.stop - part.start - 1).unsqueeze(1), inside.to(dtype).unsqueeze(1))
-    return (tile * slope * grad.unsqueeze(1)).to(a.dtype)
+
+    def __init__(self, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Any, rule: Rule, strategy: str):
+        self.sequences, self.samples, self.needs = sequences, samples, rule.needs
+        self.inputs = DenseInputs(a, bias)
+        self.products: Any = 0.0
+        self.norms: Any = 0.0
+        self.pairs: Any = 0.0
+        self.explicit = strategy != "ghost" and (rule.needs.norm or rule.needs.ntk)
+        if self.explicit:
+            self.a_padded = sequences.padded(with_ones(a, bias))
+            fused = kernels.usable(a, sequences.count, 0, rule)
+            self.from_V = kernels.VSums(rule) if fused else VStatistics(self.needs._replace(overlap=False), None)
+
+    def add(self, tile: torch.Tensor) -> torch.Tensor | None:
+        """Take in a tile `[N, width]`; returns the gradients `V` `[m, width, d]` where they are formed."""
+        if self.needs.overlap:
+            of_samples = self.samples.of(tile)
+            self.products = self.products + product(of_samples, tile.t())
+            self.norms = self.norms + square_norms(of_samples)
+        if self.explicit:
+            V = product(self.sequences.padded(tile).transpose(1, 2), self.a_padded)
+            self.from_V.add(V)
+            return V
+        if self.needs.norm:
+            padded = self.sequences.padded(tile)
+            self.pairs = self.pairs + product(padded, padded.transpose(1, 2))
+        return None
+
+    def result(self) -> Statistics:
+        statistics = self.from_V.result if self.explicit else Statistics()
+        if self.needs.overlap:
+            samples, inputs = self.samples, self.inputs
+            overlap = self.sequences.sums(self.products * inputs.with_all(samples.rows))
+            statistics.overlap = samples.masked(overlap)
+            norms = square_norms(with_ones(samples.of(inputs.a), inputs.bias))
+            statistics.sample_norm = samples.masked(self.norms * norms)
+        if self.needs.norm and not self.explicit:
+            statistics.norm = (self.pairs * self.inputs.within(self.sequences, slice(None))).sum((1, 2))
+        return statistics
+
+
+def _logits_gradient(tile, targets, log_z, grad, start, settings):
+    """
+    Turn logits `[rows, width]` into the gradient there, in place: `grad_t (1[v = target_t] - p_tv)`, taken back
+    through the temperature, the soft cap and the scale of the logits, as TRL's backward does.
+    """
+    rows, width = tile.shape
+    block = chunked_logprob._BLOCK_SIZE
+    function = chunked_logprob._backward_tile
+    if chunked_logprob._use_triton(tile.device):
+        function = chunked_logprob._backward_kernel[(rows, -(-width // block))]
+    arguments = (tile, tile.stride(0), targets, log_z, log_z, grad, log_z, start, width)
+    function(*arguments, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=block, **settings)
+    return tile

@@ -7,14 +7,20 @@ from isopo_trl.geometry.cost import KEPT_LIMIT, Needs, block_rows, choose_strate
 
 
 OVERLAP, NORM, NTK = Needs(overlap=True), Needs(norm=True), Needs(ntk=True)
-# Microbatch of 8 x 1024 tokens with 64 samples; layers of a 0.6B and an 8B model, and a LoRA factor of rank 16
-M, T, SAMPLES = 8, 1024, 64
+# Microbatch of 16 x 1024 tokens with 64 samples; layers of a 0.6B and an 8B model, and a LoRA factor of rank 16
+M, T, SAMPLES = 16, 1024, 64
 LARGE = [(1024, 3072), (6144, 2048), (4096, 4096), (14336, 4096)]
 LORA = [(16, 1024), (3072, 16), (8, 4096)]
 
 
+@pytest.fixture
+def arithmetic_alone(monkeypatch):
+    """Memory traffic costs nothing."""
+    monkeypatch.setitem(cost._BALANCE, "cpu", 0.0)
+
+
 @pytest.mark.parametrize(("p", "d"), [*LARGE, *LORA])
-def test_costs_are_the_table(p, d):
+def test_without_memory_traffic_costs_are_the_table(p, d, arithmetic_alone):
     t_star = p * d / (p + d)
     N = M * T
     table = {  # norm, overlap, NTK: ghost, keep all V, row blocks
@@ -29,13 +35,39 @@ def test_costs_are_the_table(p, d):
         assert costs == pytest.approx(expected, abs=1 / T if needs == NORM else 1e-12)
 
 
-def test_costs_of_several_statistics_add_up():
+def test_costs_of_several_statistics_add_up(arithmetic_alone):
     one = [relative_costs(4, 32, 48, 24, 10, needs) for needs in (OVERLAP, NORM, NTK)]
     together = relative_costs(4, 32, 48, 24, 10, Needs(True, True, True))
     assert together["ghost"] == pytest.approx(sum(costs["ghost"] for costs in one))
     assert together["kept"] == pytest.approx(sum(costs["kept"] for costs in one))
     # Blocks of V are formed once for all of them
     assert together["blocks"] == pytest.approx(1 + together["kept"])
+
+
+def test_traffic_is_counted_in_bytes_over_the_bytes_of_the_product(monkeypatch):
+    """At a balance of one operation a byte, a cost is multiply-adds plus half the bytes, over `m T p d`."""
+    monkeypatch.setitem(cost._BALANCE, "cpu", 1.0)
+    m, length, p, d, n = 3, 50, 40, 20, 7
+    N, V = m * length, m * p * d
+    unit = 2 * N * p * d
+    # V written, read for the norm, and read for the sum over sequences; in blocks only the first two
+    costs = relative_costs(m, length, p, d, n, NORM)
+    assert costs["kept"] == pytest.approx(1 / length + 12 * V / unit)
+    assert costs["blocks"] == pytest.approx(1 + 1 / length + 8 * V / unit)
+    # Rows read; products of either side written and read
+    overlap = relative_costs(m, length, p, d, n, OVERLAP)["ghost"]
+    assert overlap == pytest.approx(n * (p + d) / (p * d) + (2 * N * (p + d) + 16 * n * N) / unit)
+
+
+def test_a_gpu_keeps_fewer_sequence_gradients_than_a_cpu_since_their_traffic_costs_more():
+    # 16 sequences of 512: V is as large as the activations
+    assert choose_strategy(16, 512, 2048, 1024, SAMPLES, NORM, "cpu") == "kept"
+    assert choose_strategy(16, 512, 2048, 1024, SAMPLES, NORM, "cuda") == "ghost"
+
+
+def test_the_second_product_of_a_narrow_layer_takes_as_long_as_reading_its_operands():
+    costs = relative_costs(64, 128, 16, 1024, SAMPLES, NORM, "cuda")
+    assert costs["kept"] < costs["blocks"]
 
 
 @pytest.mark.parametrize(("p", "d"), LARGE)

@@ -354,7 +354,7 @@ def test_a_deep_copy_is_the_plain_model_and_leaves_the_original_alone(name):
         twin = copy.deepcopy(model)
         twin(x).square().sum().backward()
         plain(x).square().sum().backward()
-        assert microbatch.reached == [0] and microbatch.results == [None]
+        assert microbatch.reached == [0] and not microbatch.ledger.table.any()
         assert all(p.grad is None for p in layer.parameters())
         model(x).square().sum().backward()
         assert microbatch.reached == [1]
@@ -618,9 +618,9 @@ def test_a_second_derivative_is_refused_not_wrong(name):
     model = Holder(layer)
     with ISOPO(model).microbatch(ADVANTAGES[:B], attention_mask=MASK):
         loss = model(inputs_of(layer, B, T)).pow(3).sum()
-        gradients = torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradients[0].sum().backward()
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(loss, list(layer.parameters()), create_graph=True)
+        loss.backward()
 
 
 def test_where_positions_are_is_remembered_for_as_many_heads_as_positions():

@@ -1,0 +1,136 @@
+"""
+Time and memory of whole optimizer steps through `trainer.train()`, sampling left out: TRL's GRPO against ISOPO.
+
+A `rollout_func` returns ready completions, so that what remains is scoring, old log-probabilities where the trainer
+computes them, forward, backward and the optimizer. With the default settings a generation serves two optimizer steps
+(`steps_per_generation` microbatches, `accumulation` to a step), so GRPO needs the log-probabilities of its old policy,
+which is a forward pass over every generated batch; ISOPO has no old policy.
+
+Rounds alternate between the trainers, each on a fresh copy of one random model. Times are those of whole cycles of
+generation and optimizer steps, divided by the steps in them; the first cycle of every round is left out. Memory (GPUs
+only) is the peak during training, optimizer state and weights included.
+
+    python benchmarks/optimizer_step.py                                            # a small model, for CPUs
+    python benchmarks/optimizer_step.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+
+from setting import (
+    HEADER,
+    RULES,
+    PeakMemory,
+    add_case_options,
+    environment,
+    make_trainer,
+    random_batch,
+    release,
+    row,
+    summary,
+    synchronize,
+)
+from transformers import PrinterCallback, TrainerCallback
+
+
+class Clock(TrainerCallback):
+    """Time, and number of forward passes of the model so far, at the end of every optimizer step."""
+
+    def __init__(self):
+        self.forwards = 0
+        self.stamps: list[tuple[float, int]] = []
+
+    def count(self, *_):
+        self.forwards += 1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        synchronize()
+        self.stamps.append((time.perf_counter(), self.forwards))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_case_options(parser)
+    parser.add_argument("--rule", choices=RULES, default="fisher")
+    parser.add_argument("--steps-per-generation", type=int, default=4, help="microbatches of one generation")
+    parser.add_argument("--accumulation", type=int, default=2, help="microbatches of one optimizer step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cycles", type=int, default=4, help="measured in every round")
+    parser.add_argument("--output", help="JSON file for the figures")
+    return parser.parse_args()
+
+
+def ready_completions(options: argparse.Namespace):
+    """A `rollout_func` that returns the same random completions each time."""
+    batch = random_batch(options, options.sequences * options.steps_per_generation)
+    lengths = batch["completion_mask"].sum(1).tolist()
+    completions = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
+    output = {"prompt_ids": batch["prompt_ids"].tolist(), "completion_ids": completions, "logprobs": None}
+    return lambda prompts, trainer: dict(output)
+
+
+def random_reward(completions, **_):
+    return [random.random() for _ in completions]
+
+
+def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[float], list[float], int | None]:
+    """One round: seconds and forward passes per optimizer step of every measured cycle, and the peak of memory."""
+    microbatches = math.lcm(options.steps_per_generation, options.accumulation)  # of one cycle
+    steps = microbatches // options.accumulation
+    generations = (options.cycles + 1) * microbatches // options.steps_per_generation
+    trainer = make_trainer(
+        name,
+        options,
+        random_reward,
+        prompts=generations * options.steps_per_generation,
+        rollout_func=rollout_func,
+        per_device_train_batch_size=options.sequences,
+        num_generations=options.sequences,
+        steps_per_generation=options.steps_per_generation,
+        gradient_accumulation_steps=options.accumulation,
+        max_completion_length=options.length // 2,
+        max_steps=(options.cycles + 1) * steps,
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    clock = Clock()
+    trainer.model.register_forward_pre_hook(clock.count)
+    trainer.add_callback(clock)
+    trainer.remove_callback(PrinterCallback)
+    with PeakMemory(trainer.model) as peak:
+        trainer.train()
+    ends = clock.stamps[steps - 1 :: steps]
+    spans = [(end[0] - start[0], end[1] - start[1]) for start, end in zip(ends, ends[1:], strict=False)]
+    return [seconds / steps for seconds, _ in spans], [forwards / steps for _, forwards in spans], peak.bytes
+
+
+def main():
+    options = parse()
+    rollout_func = ready_completions(options)
+    names = ("grpo", options.rule)
+    times, forwards, peaks = {name: [] for name in names}, {name: [] for name in names}, {}
+    for turn in range(options.rounds):
+        for name in names if turn % 2 == 0 else names[::-1]:
+            seconds, calls, peaks[name] = train(name, options, rollout_func)
+            times[name] += seconds
+            forwards[name] += calls
+            release()
+    results = summary(times, peaks)
+    report = {"environment": environment(), "options": vars(options), "results": results}
+    print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
+    print(f"{options.shape}, {options.sequences} x {options.length} a microbatch, LoRA {options.lora}")
+    print(f"{'':12} {HEADER} {'forwards':>9}   (per optimizer step)")
+    for name, figures in results.items():
+        figures["forwards"] = sum(forwards[name]) / len(forwards[name])
+        print(f"{name:12} {row(figures)} {figures['forwards']:9.2f}")
+    if options.output:
+        with open(options.output, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

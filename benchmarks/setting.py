@@ -1,0 +1,271 @@
+"""What the benchmarks share: a random model, a synthetic batch, the trainers, and how their steps are measured."""
+
+import argparse
+import copy
+import functools
+import gc
+import statistics
+import time
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from hook_recipe import RecipeTrainer
+from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from trl import GRPOConfig, GRPOTrainer
+
+from isopo_trl import ISOPOConfig, ISOPOTrainer
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# hidden, intermediate, layers, heads, key-value heads, vocabulary: Qwen3's shapes
+SHAPES = {
+    "tiny": (256, 768, 4, 4, 2, 4096),
+    "0.6b": (1024, 3072, 28, 16, 8, 151936),
+    "8b-6layers": (4096, 12288, 6, 32, 8, 151936),
+}
+RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
+WARM_UP = 3
+
+
+# Command line
+
+
+def add_case_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--sequences", type=int, default=8, help="per microbatch")
+    parser.add_argument("--length", type=int, default=256, help="positions, half of them prompt")
+    parser.add_argument("--samples", type=int, default=64, help="fisher_samples of ISOPO")
+    parser.add_argument("--lora", type=int, default=0, help="rank; 0 for full weights")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16" if DEVICE == "cuda" else "float32",
+        help="of the weights; on a GPU, autocast to bfloat16 is on in either case",
+    )
+
+
+def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> None:
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=rules)
+    parser.add_argument("--recipe", action="store_true", help="also the published recipe (hook_recipe.py)")
+
+
+def variant_names(case: argparse.Namespace) -> list[str]:
+    if case.recipe and case.checkpointing:
+        raise SystemExit("The hook recipe does not work with gradient checkpointing: leave one of the two out.")
+    return ["grpo", *(["recipe"] if case.recipe else []), *case.rules]
+
+
+# What is measured
+
+
+@functools.cache
+def base_model(shape: str, dtype: str) -> torch.nn.Module:
+    """A randomly initialised model; trainers get copies."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=128 if hidden > 256 else 64,
+        vocab_size=vocabulary,
+        tie_word_embeddings=shape == "0.6b",
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
+def random_batch(case: argparse.Namespace, sequences: int) -> dict[str, torch.Tensor]:
+    """Full prompts in the first half; completions of random lengths between half and all of the second."""
+    half = case.length // 2
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, SHAPES[case.shape][-1], (sequences, 2 * half), generator=generator)
+    lengths = torch.randint(half // 2, half + 1, (sequences,), generator=generator)
+    mask = (torch.arange(half) < lengths[:, None]).long()
+    batch = {
+        "prompt_ids": ids[:, :half],
+        "prompt_mask": torch.ones_like(mask),
+        "completion_ids": ids[:, half:],
+        "completion_mask": mask,
+        "advantages": torch.randn(sequences, generator=generator),
+        "num_items_in_batch": mask.sum(),
+    }
+    return {name: value.to(DEVICE) for name, value in batch.items()}
+
+
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **settings) -> GRPOTrainer:
+    """The trainer called `name` ("grpo", "recipe" or a rule) on a copy of the random model."""
+    kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
+        name, (ISOPOTrainer, ISOPOConfig)
+    )
+    if kind is ISOPOTrainer:
+        settings.update(rule=name, fisher_samples=case.samples)
+    args = config(
+        output_dir="outputs/benchmarks",
+        gradient_checkpointing=case.checkpointing,
+        use_cpu=DEVICE == "cpu",
+        bf16=DEVICE == "cuda",
+        report_to=[],
+        **settings,
+    )
+    return kind(
+        copy.deepcopy(base_model(case.shape, case.dtype)),
+        reward,
+        args,
+        Dataset.from_dict({"prompt": ["a"] * prompts}),
+        processing_class=tokenizer(),
+        peft_config=LoraConfig(r=case.lora, target_modules="all-linear") if case.lora else None,
+        rollout_func=rollout_func,
+    )
+
+
+class Variant:
+    """A trainer whose `step` is forward, loss and backward of one microbatch, as inside `train()`."""
+
+    def __init__(self, name: str, case: argparse.Namespace):
+        # The sizes are placeholders: `step` is handed its batch
+        self.trainer = trainer = make_trainer(name, case, per_device_train_batch_size=2, num_generations=2)
+        trainer.current_gradient_accumulation_steps = 1
+        if case.checkpointing:
+            trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        self.model = trainer.accelerator.prepare_model(trainer.model)
+        self.model.train()
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> None:
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(self.model, inputs)
+        trainer.accelerator.backward(loss)
+        if isinstance(trainer, ISOPOTrainer):
+            trainer.isopo.end()
+            trainer.isopo.step()
+        elif isinstance(trainer, RecipeTrainer):
+            trainer.finish()
+        self.model.zero_grad()
+
+
+# Measuring
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+class PeakMemory:
+    """
+    Context in which the peak of GPU memory is taken: `bytes` is the peak above what was allocated before, plus the
+    weights of `model`, so that other models in memory do not count. `None` on CPUs.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.bytes: int | None = None
+
+    def __enter__(self):
+        if DEVICE == "cuda":
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        return self
+
+    def __exit__(self, *_):
+        if DEVICE == "cuda":
+            weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+            self.bytes = torch.cuda.max_memory_allocated() - self.before + weights
+
+
+def measure(variants: dict[str, Variant], inputs: dict[str, torch.Tensor], repeats: int) -> dict[str, dict]:
+    """Figures of each variant; every round runs each of them once, beginning with another one each time."""
+    peaks, times = {}, {name: [] for name in variants}
+    for name, variant in variants.items():
+        for _ in range(WARM_UP):
+            with PeakMemory(variant.model) as peak:
+                variant.step(inputs)
+        peaks[name] = peak.bytes
+    names = list(variants)
+    for turn in range(repeats):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            synchronize()
+            start = time.perf_counter()
+            variants[name].step(inputs)
+            synchronize()
+            times[name].append(time.perf_counter() - start)
+    return summary(times, peaks)
+
+
+def summary(times: dict[str, list[float]], peaks: dict[str, int | None]) -> dict[str, dict]:
+    """Medians, spreads (largest minus smallest, over the median) and ratios to GRPO, round by round."""
+    figures = {}
+    for name, values in times.items():
+        median = statistics.median(values)
+        ratios = [value / grpo for value, grpo in zip(values, times["grpo"], strict=True)]
+        figures[name] = {
+            "seconds": median,
+            "spread": (max(values) - min(values)) / median,
+            "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+            "peak_bytes": peaks[name],
+            "memory_ratio": peaks[name] / peaks["grpo"] if peaks[name] else None,
+            "times": values,
+        }
+    return figures
+
+
+HEADER = f"{'ms':>9} {'spread':>6} {'ratio':>6} {'(range)':>13} {'GiB':>7} {'ratio':>6}"
+
+
+def row(figures: dict) -> str:
+    """One variant's figures under `HEADER`."""
+    low, high = figures["ratio_range"]
+    text = f"{1e3 * figures['seconds']:9.1f} {figures['spread']:6.2f} {figures['ratio']:6.3f} ({low:5.2f}-{high:5.2f})"
+    if figures["peak_bytes"] is None:
+        return f"{text} {'-':>7} {'-':>6}"
+    return f"{text} {figures['peak_bytes'] / 2**30:7.2f} {figures['memory_ratio']:6.3f}"
+
+
+def environment() -> dict[str, str]:
+    return {
+        "hardware": torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+    }
+
+
+def import_pyplot():
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib, or leave --plot out.") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def release() -> None:
+    """Give back the memory of trainers that are no longer referenced."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,112 @@
+"""
+A linear layer with LoRA as one function.
+
+PEFT computes `W x + scaling B(A(x))` with a module call, casts and an addition for each part. Its two factors are
+[`~layers.linear.LinearLayer`]s like any other and stay so; but where the whole is what it nearly always is (one
+adapter, no dropout, a plain frozen base layer), it is done here in one go, with half the operations of PEFT's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+
+from ..microbatch import Microbatch
+from .layer import Layer, autocast, has_own_forward, once
+from .linear import LinearLayer, linear_gradient
+
+
+if TYPE_CHECKING:
+    from ..attach import ISOPO
+
+
+class LoRALinear(Layer):
+    """
+    PEFT's linear layer around two factors that are trained.
+
+    Args:
+        isopo ([`~isopo_trl.ISOPO`]): the object it belongs to.
+        module (`peft.tuners.lora.layer.Linear`): the layer.
+        adapter (`str`): the adapter's name.
+        A, B ([`~layers.linear.LinearLayer`]): its factors.
+    """
+
+    kind = "lora"
+
+    def __init__(self, isopo: "ISOPO", module: nn.Module, adapter: str, A: LinearLayer, B: LinearLayer):
+        super().__init__(isopo, module, A.name.rpartition(".lora_A")[0], -1)
+        self.adapter, self.A, self.B = adapter, A, B
+
+    @property
+    def microbatch(self) -> Microbatch | None:
+        module: Any = self.module
+        if self.isopo.current is None or not torch.is_grad_enabled():
+            return None
+        if module.disable_adapters or module.merged or module.active_adapters != [self.adapter]:
+            return None
+        dropout = module.lora_dropout[self.adapter]
+        if module.training and getattr(dropout, "p", 0) > 0:
+            return None
+        factors: Any = (self.A.module, self.B.module)
+        return self.isopo.current if all(factor.weight.requires_grad for factor in factors) else None
+
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base = module.base_layer
+        A: Any = self.A.module
+        B: Any = self.B.module
+        x, weight, bias = autocast(x, base.weight, base.bias)
+        # As PEFT does: the adapter's type, unless autocast has the last word
+        mixed = x.dtype != A.weight.dtype and not torch.is_autocast_enabled(x.device.type)
+        if args or kwargs or mixed or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+            return type(module).forward(module, x, *args, **kwargs)
+        return _LoRA.apply(x, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
+
+
+def lora_linears(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[LoRALinear]:
+    """The layers of PEFT's whose factors are among `layers` and that are no more than a product."""
+    planned = {layer.module: layer for layer in layers}
+    found = []
+    for module in model.modules():
+        if not isinstance(module, PeftLinear) or has_own_forward(module):
+            continue
+        base = module.base_layer
+        if type(base).forward is not nn.Linear.forward or has_own_forward(base) or base.weight.requires_grad:
+            continue
+        if base.bias is not None and base.bias.requires_grad:
+            continue
+        adapters = [name for name, factor in module.lora_A.items() if factor in planned]
+        if len(adapters) != 1 or adapters[0] in module.lora_variant:
+            continue
+        factors = [planned.get(factor[adapters[0]]) for factor in (module.lora_A, module.lora_B)]
+        if all(isinstance(factor, LinearLayer) and factor.module.bias is None for factor in factors):
+            found.append(LoRALinear(isopo, module, adapters[0], *factors))  # type: ignore[arg-type]
+    return found
+
+
+class _LoRA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, A, B, scaling, layer, microbatch):
+        microbatch.check(layer.name, x)
+        ctx.dtype, ctx.scaling, ctx.layer, ctx.microbatch = A.dtype, scaling, layer, microbatch
+        A, B = A.to(x.dtype), B.to(x.dtype)
+        rows = x.reshape(microbatch.sequences.rows, -1)
+        # The scaling, which belongs to the cotangent of B, is moved to its input, where it costs nothing
+        h = torch.addmm(A[0, 0], rows, A.t(), beta=0, alpha=scaling)
+        y = torch.nn.functional.linear(rows, weight, bias).addmm_(h, B.t())
+        ctx.save_for_backward(rows, h, weight, A, B)
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        x, h, weight, A, B = ctx.saved_tensors
+        layer, microbatch = ctx.layer, ctx.microbatch
+        g = microbatch.rows(layer.name, grad)
+        dh = torch.addmm(h, g, B, beta=0, alpha=ctx.scaling)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
+        grad_B, _ = linear_gradient(g, h, True, False, layer.B.index, microbatch, ctx.dtype)
+        grad_A, _ = linear_gradient(dh, x, True, False, layer.A.index, microbatch, ctx.dtype)
+        return grad_x, None, None, grad_A, grad_B, None, None, None

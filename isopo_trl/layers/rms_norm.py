@@ -1,0 +1,150 @@
+"""RMSNorm in the ways in which model families write it, fused on a GPU."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..geometry import kernels, rms_norm
+from ..geometry.rms_norm import Flavour
+from ..geometry.sequences import Sequences
+from ..microbatch import Microbatch
+from .elementwise import ElementwiseLayer, position_axes
+from .layer import PROBE_ERRORS, Layer, has_own_forward, once
+
+
+if TYPE_CHECKING:
+    from ..attach import ISOPO
+
+
+class RMSNormLayer(ElementwiseLayer):
+    """`y = (w + offset) * x / sqrt(mean(x^2) + eps)`: an elementwise layer whose formula is known."""
+
+    kind = "rms norm"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._flavour = flavour_of(self.module)
+
+    @classmethod
+    def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
+        return set(trainable) == {"weight"} and super().accepts(module, trainable) and flavour_of(module) is not None
+
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._fused(module, microbatch, x) or args or kwargs:
+            return super().forward(module, microbatch, x, *args, **kwargs)
+        return _RMSNorm.apply(x, module.weight, self, microbatch)
+
+    def _fused(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
+        if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.fused(x):
+            return False
+        if not kernels.takes(module.weight):
+            return False
+        return x.dim() == 3 or position_axes(self.name, x, microbatch)[0] == (0, 1)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer, microbatch):
+        if x.dim() == 3:
+            microbatch.check(layer.name, x)
+        x = x.contiguous()
+        y, scale = rms_norm.forward(x, weight, layer._flavour)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.layer, ctx.microbatch = layer, microbatch
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        layer, microbatch = ctx.layer, ctx.microbatch
+        sequences, samples = microbatch.sequences, microbatch.samples
+        if x.dim() == 3:  # positions may come in one row
+            grad = grad.reshape(*microbatch.shape, -1)
+        dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, layer._flavour, sequences, samples)
+        ledger = microbatch.reach(layer.index)
+        total = kernels.elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums)
+        return dx, total, None, None
+
+
+class FrozenRMSNorm(Layer):
+    """An RMSNorm that is not trained: fused for speed alone, as most of the operations of a LoRA step are norms'."""
+
+    kind = "frozen"
+
+    def __init__(self, isopo: "ISOPO", module: nn.Module, flavour: Flavour):
+        super().__init__(isopo, module, "", -1)
+        self.flavour = flavour
+
+    @property
+    def microbatch(self) -> Microbatch | None:
+        return self.isopo.current if torch.is_grad_enabled() else None
+
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = module.weight
+        known = x.dim() in (3, 4) and x.shape[-1] <= rms_norm.MOST_FEATURES and kernels.takes(x)
+        if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not kernels.takes(weight):
+            return type(module).forward(module, x, *args, **kwargs)
+        return _FrozenRMSNorm.apply(x, weight, self.flavour)
+
+
+class _FrozenRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, flavour):
+        x = x.contiguous()
+        y, scale = rms_norm.forward(x, weight, flavour)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.flavour = flavour
+        return y
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        every = Sequences.regular(x.shape[0], x.shape[1])
+        return rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None)[0], None, None
+
+
+def frozen_norms(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:
+    """The norms of `model` that are not among the trained `layers` and whose formula is known."""
+    trained = {layer.module for layer in layers}
+    found = []
+    for module in model.modules():
+        alone = set(module._parameters) == {"weight"} and next(module.children(), None) is None
+        if alone and module not in trained and not has_own_forward(module):
+            flavour = flavour_of(module)
+            if flavour is not None:
+                found.append(FrozenRMSNorm(isopo, module, flavour))
+    return found
+
+
+def flavour_of(module: nn.Module) -> Flavour | None:
+    """The formula of the module's forward, found by trying; `None` if it is none that is known."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = module._parameters.get("weight")
+    if not isinstance(eps, float) or weight is None or weight.dim() != 1 or weight.device.type == "meta":
+        return None
+    size = weight.shape[0]
+    x = torch.linspace(-1.5, 2, 6 * size, device=weight.device).view(2, 3, size).sin()
+    values = torch.linspace(0.5, 1.5, size, device=weight.device)
+    tried = [(x.to(dtype), values.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    try:
+        with torch.no_grad():
+            outputs = [_output(module, *pair) for pair in tried]
+    except PROBE_ERRORS:
+        return None
+    for flavour in (Flavour(eps, 0.0, True), Flavour(eps, 0.0, False), Flavour(eps, 1.0, False)):
+        expected = [flavour(*pair) for pair in tried]
+        if all(y.dtype == z.dtype and torch.equal(y, z) for y, z in zip(outputs, expected, strict=True)):
+            return flavour
+    return None
+
+
+def _output(module: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    own = module._parameters["weight"]
+    try:
+        module._parameters["weight"] = weight
+        return type(module).forward(module, x)
+    finally:
+        module._parameters["weight"] = own
