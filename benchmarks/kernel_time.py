@@ -316,12 +316,7 @@ def gradient_kernels(shape: str, batch: Batch, p: int, d: int) -> Iterator[Kerne
     of_rows, _ = linear_statistics(*layer, cost.Needs(overlap=True), "ghost")
 
     def sums(rule: Rule, **given: Any) -> Callable:
-        def call(V: torch.Tensor) -> kernels.VSums:
-            result = kernels.VSums(rule, [rows * d], ledgers[rule], 0, **given)
-            result.add(V)
-            return result
-
-        return call
+        return lambda V: kernels.v_coefficients(V, ledgers[rule], 0, **given)
 
     def plain(rule: Rule, V: torch.Tensor) -> torch.Tensor:
         explicit = VStatistics(rule.needs._replace(overlap=False), None)
@@ -330,16 +325,10 @@ def gradient_kernels(shape: str, batch: Batch, p: int, d: int) -> Iterator[Kerne
         return batch.coefficients(values, rule)
 
     norm = sums(fig4, overlap=overlap, samples=SAMPLES)
-    yield Kernel("VSums, norm", shape, norm, V, 2 * size, plain=functools.partial(plain, fig4))
-    # A product in float32 is three in tf32
+    yield Kernel("v_coefficients, norm", shape, norm, V, 2 * size, plain=functools.partial(plain, fig4))
+    arithmetic = (2 * m * size, "fp32")
     yield Kernel(
-        "VSums, ntk",
-        shape,
-        sums(interacting),
-        V,
-        3 * 2 * m * size,
-        "tf32",
-        functools.partial(plain, interacting),
+        "v_coefficients, ntk", shape, sums(interacting), V, *arithmetic, functools.partial(plain, interacting)
     )
     if rows == p:
         ledger = batch.ledger(fig4)

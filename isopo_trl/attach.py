@@ -371,6 +371,11 @@ def _plan(isopo: ISOPO, model: nn.Module) -> list[Layer]:
             f"The trained parameters are split over {', '.join(sorted(map(str, devices)))}, which ISOPO does not "
             "support: load the model on one device (`device_map=None`), or shard it with FSDP2."
         )
+    if any(_is_compiled(module) for module in model.modules()):
+        raise ValueError(
+            "The model is compiled (`torch.compile`), which ISOPO does not support: its layers decide at every backward "
+            "what to compute. Give the model uncompiled; on a GPU, ISOPO's own kernels are fused already."
+        )
     if any("_isopo_layer" in module.__dict__ for module in model.modules()):
         raise ValueError("An ISOPO is attached to this model already: call its `detach` first.")
     head = _output_embeddings(model)
@@ -410,6 +415,11 @@ def _plan(isopo: ISOPO, model: nn.Module) -> list[Layer]:
     if not layers:
         raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
     return layers
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # `torch.compile(model)` wraps, `model.compile()` replaces the call; the wrapper's class takes seconds to import
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:

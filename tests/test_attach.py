@@ -276,3 +276,14 @@ def test_the_state_of_another_model_or_rule_is_refused(model, settings, message)
     saved = ISOPO(linear())
     with pytest.raises(ValueError, match=message):
         ISOPO(model, **settings).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a layer in place"])
+def test_a_compiled_model_is_refused(how):
+    model = linear()
+    if how == "wrapped":
+        model = torch.compile(model)
+    else:
+        (model if how == "in place" else model[1]).compile()
+    with pytest.raises(ValueError, match="compiled.*uncompiled"):
+        ISOPO(model)

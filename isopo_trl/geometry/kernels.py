@@ -53,7 +53,7 @@ def usable(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
         return False
     if _power(sequences) * min(_power(samples), _MAX_SAMPLE_BLOCK) > _LARGEST_TILE:
         return False
-    return not rule.interacting or sequences <= 64
+    return sequences <= (64 if rule.interacting else 1024)
 
 
 def takes(x: torch.Tensor) -> bool:
@@ -767,62 +767,103 @@ def scaled(x: torch.Tensor, sequences: Sequences, ledger: Ledger, index: int) ->
     return out
 
 
-class VSums:
+def v_coefficients(
+    V: torch.Tensor,
+    ledger: Ledger,
+    index: int,
+    overlap: torch.Tensor | None = None,
+    samples: int = 0,
+    sums: torch.Tensor | None = None,
+    first: int = 0,
+) -> None:
     """
-    Norms or kernel of explicit gradients `V`, given whole or in blocks of outputs; with a ledger, the coefficients.
+    Coefficients of layer `index` from explicit gradients, for a rule that needs their norms or the kernel.
 
     Args:
-        rule ([`Rule`]): the rule, which needs the norm or the kernel.
-        blocks (`list[int]`, *optional*): with a ledger, the number of elements of each block of a sequence's gradient.
-        ledger ([`Ledger`]) and index (`int`), *optional*: where the coefficients go once the last block is in.
-        overlap (`torch.Tensor`, *optional*): what `overlap_coefficients` returned, and samples (`int`), how many.
+        V (`torch.Tensor`): `[m, outputs, d]`, whole or (see [`VBlocks`]) a block of the outputs.
+        ledger, index: where the coefficients go.
+        overlap (`torch.Tensor`, *optional*): what `overlap_coefficients` returned, from so many `samples`.
+        sums, first: where the sums over all blocks are collected, and this block's place in them.
+    """
+    rule, traits = ledger.rule, ledger.traits
+    size = V.shape[1] * V.shape[2]
+    here = _programs(size, rule)
+    if sums is None:
+        sums = _v_scratch(V, here, rule)
+    _launch_v(V, sums, first, here, rule, (True, size % 16 == 0, traits), ledger.tensors, index, overlap, samples)
+
+
+def _programs(size: int, rule: Rule) -> int:
+    chunks = -(-size // _V_CHUNK)
+    return min(chunks, 528) if rule.interacting else chunks
+
+
+def _v_scratch(V: torch.Tensor, chunks: int, rule: Rule) -> torch.Tensor:
+    m = V.shape[0]
+    return _scratch(V, chunks, _power(m), _power(m)) if rule.interacting else _scratch(V, m, chunks)
+
+
+def _launch_v(V, sums, first, here, rule, traits, tensors, index, overlap, samples):
+    m, size = V.shape[0], V.shape[1] * V.shape[2]
+    if rule.interacting:
+        chunks = sums.shape[0]
+        plan = _ntk_plan(m, here, chunks, traits, V.dtype, V.device)
+        launch(_ntk_kernel, plan, (V, sums, *tensors), (m, first, chunks, index, size))
+        return
+    chunks = sums.shape[1]
+    if overlap is None:
+        overlap, samples = sums, 0
+    blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
+    plan = _norm_plan(m, samples, blocks, here, chunks, traits, V.dtype, V.device)
+    launch(_norm_kernel, plan, (V, sums, overlap, *tensors), (m, samples, blocks, first, chunks, index, size))
+
+
+class VBlocks:
+    """
+    The same for gradients that are given in blocks of outputs: `add` each; the coefficients are there after the last.
+
+    Args:
+        sizes (`list[int]`): the number of elements of each block of one sequence's gradient.
+        ledger, index, overlap, samples: as for [`v_coefficients`].
     """
 
     def __init__(
-        self,
-        rule: Rule,
-        blocks: list[int] | None = None,
-        ledger: Ledger | None = None,
-        index: int = 0,
-        overlap: torch.Tensor | None = None,
-        samples: int = 0,
+        self, sizes: list[int], ledger: Ledger, index: int, overlap: torch.Tensor | None = None, samples: int = 0
     ):
-        self.rule, self.ledger, self.index = rule, ledger, index
-        self.overlap, self.samples = overlap, samples
-        self.result = Statistics()
-        self._first = 0
-        self._chunks = sum(map(self._programs, blocks)) if blocks is not None else 0
-        self._sums: torch.Tensor | None = None
+        self.arguments = (ledger, index, overlap, samples)
+        self.rule = ledger.rule
+        self.chunks = sum(_programs(size, self.rule) for size in sizes)
+        self.sums: torch.Tensor | None = None
+        self.first = 0
 
-    def _programs(self, size: int) -> int:
-        chunks = -(-size // _V_CHUNK)
-        return min(chunks, 528) if self.rule.interacting else chunks
+    def add(self, V: torch.Tensor) -> None:
+        """Take in the next block, `V` `[m, outputs, d]`."""
+        if self.sums is None:
+            self.sums = _v_scratch(V, self.chunks, self.rule)
+        v_coefficients(V, *self.arguments, self.sums, self.first)
+        self.first += _programs(V.shape[1] * V.shape[2], self.rule)
+
+
+class VSums:
+    """Norms or kernel of gradients that are given in blocks of outputs, without coefficients: `add` each."""
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+        self.result = Statistics()
 
     def add(self, V: torch.Tensor) -> None:
         """Take in a block, `V` `[m, outputs, d]`."""
         m, size = V.shape[0], V.shape[1] * V.shape[2]
-        here = self._programs(size)
-        chunks = self._chunks or here
-        ntk = self.rule.interacting
-        if self._sums is None or self.ledger is None:
-            self._sums = _scratch(V, chunks, _power(m), _power(m)) if ntk else _scratch(V, m, chunks)
-        tensors = self.ledger.tensors if self.ledger is not None else (self._sums,) * 5
-        numbers = (self._first, chunks, self.index, size)
-        traits = (self.ledger is not None, size % 16 == 0, self.rule.traits)
-        if ntk:
-            plan = _ntk_plan(m, here, chunks, traits, V.dtype, V.device)
-            launch(_ntk_kernel, plan, (V, self._sums, *tensors), (m, *numbers))
+        here = _programs(size, self.rule)
+        sums = _v_scratch(V, here, self.rule)
+        traits = (False, size % 16 == 0, self.rule.traits)
+        _launch_v(V, sums, 0, here, self.rule, traits, (sums,) * 5, 0, None, 0)
+        if self.rule.interacting:
+            total = sums.sum(0)[:m, :m]
+            self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
         else:
-            overlap, n = (self._sums, 0) if self.overlap is None else (self.overlap, self.samples)
-            blocks = (overlap.shape[0] - n) // (m * n) if n else 1
-            plan = _norm_plan(m, n, blocks, here, chunks, traits, V.dtype, V.device)
-            launch(_norm_kernel, plan, (V, self._sums, overlap, *tensors), (m, n, blocks, *numbers))
-        self._first += here
-        if self.ledger is None:
-            self._first = 0
-            name, total = ("ntk", self._sums.sum(0)[:m, :m]) if ntk else ("norm", self._sums.sum(1))
-            before = getattr(self.result, name)
-            setattr(self.result, name, total if before is None else before + total)
+            total = sums.sum(1)
+            self.result.norm = total if self.result.norm is None else self.result.norm + total
 
 
 @lru_cache(maxsize=4096)

@@ -222,7 +222,7 @@ def backward(
     plan, share = _backward_plan(m, T, H, D, flavour, samples is not None, aligned, dtypes, x.device)
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     sums = _scratch(x, m, plan.grid[0], D)
-    of_samples, slots = sums[:, 0], weight
+    of_samples, slots = sums[0], weight  # not looked at
     if samples is not None:
         of_samples, slots = _scratch(x, samples.rows.shape[0], D), samples.slots(sequences.rows)
     tensors = (x, g, weight, scale, slots, dx, sums, of_samples)

@@ -23,6 +23,7 @@ from .cost import KEPT_LIMIT, Needs, Strategy, block_rows
 from .sequences import Samples, Sequences
 
 
+_HALF = (torch.bfloat16, torch.float16)
 # Sampled positions (or rows of a Gram matrix) handled at once
 _ROWS_AT_ONCE = 256
 
@@ -50,10 +51,12 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`x @ y` (matrices or batches of them), accumulated and returned in float32 or better."""
-    dtype = torch.promote_types(x.dtype, y.dtype)
-    if dtype in (torch.bfloat16, torch.float16) and x.is_cuda:
+    if x.dtype == y.dtype and x.is_cuda and x.dtype in _HALF:
         multiply = torch.mm if x.dim() == 2 else torch.bmm
-        return multiply(x.to(dtype), y.to(dtype), out_dtype=torch.float32)
+        return multiply(x, y, out_dtype=torch.float32)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    if dtype in _HALF and x.is_cuda:
+        return product(x.to(dtype), y.to(dtype))
     dtype = accumulation_dtype(dtype)
     return x.to(dtype) @ y.to(dtype)
 

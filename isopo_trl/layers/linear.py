@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..geometry import kernels
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
-from ..geometry.statistics import linear_statistics, product, sequence_gradients
+from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
 from ..microbatch import Microbatch
 from .elementwise import elementwise_gradient
 from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward, once
@@ -141,19 +141,20 @@ def _fused(
         return _plain(g, a, bias, index, microbatch, dtype)
     ledger = microbatch.reach(index)
     overlap: Any = None
-    V: Any = None
     if needs.overlap:
         overlap = kernels.overlap_coefficients(g, a, bias, sequences, samples, ledger, index, finish=not explicit)
-    if explicit:
+    n = 0 if overlap is None else len(samples.rows)
+    if strategy == "kept":
+        V = product(sequences.padded(g).transpose(1, 2), with_ones(sequences.padded(a), bias))
+        kernels.v_coefficients(V, ledger, index, overlap, n)
+        return kernels.combined(V, ledger, index, dtype), g, a
+    if strategy == "blocks":
         p, d = g.shape[1], a.shape[1] + bias
-        rows = p if strategy == "kept" else block_rows(sequences.count, d)
+        rows = block_rows(sequences.count, d)
         sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
-        n = 0 if samples is None else len(samples.rows)
-        sums = kernels.VSums(microbatch.rule, sizes, ledger, index, overlap, n)
+        blocks = kernels.VBlocks(sizes, ledger, index, overlap, n)
         for _, V in sequence_gradients(g, a, bias, sequences, rows):
-            sums.add(V)
-        if strategy == "kept":
-            return kernels.combined(V, ledger, index, dtype), g, a
+            blocks.add(V)
     if bias or g.shape[1] <= a.shape[1]:
         return None, kernels.scaled(g, sequences, ledger, index), a
     return None, g, kernels.scaled(a, sequences, ledger, index)

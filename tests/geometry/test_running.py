@@ -58,9 +58,13 @@ def results(rows, rule):
     ]
 
 
-def add(statistics, rows):
+def add(statistics, rows, reached=None):
     advantages = torch.tensor([entry["a"] for entry in rows[0]], dtype=torch.float64)
-    statistics.add(results(rows, statistics.rule), advantages)
+    ledger = statistics.open(advantages)
+    for layer, result in enumerate(results(rows, statistics.rule)):
+        if reached is None or reached[layer]:
+            ledger.record(layer, result)
+    statistics.add(ledger, reached or [True] * len(rows))
 
 
 def alive_entries(microbatches, layer):
@@ -138,6 +142,61 @@ def test_a_layer_without_a_gradient_keeps_its_history():
     take(statistics, [microbatch(3, 2, dead=everybody)])
     assert statistics.mean[1].tolist() == pytest.approx(step_means(second, 1, BOTH))
     assert statistics.mean[0].tolist() != pytest.approx(step_means(second, 0, BOTH))
+
+
+@pytest.mark.parametrize("rule", [*RULES, Rule("none")], ids=[*NAMES, "none"])
+def test_a_layer_that_the_backward_pass_did_not_reach_counts_nowhere(rule):
+    # Rule "none" has its coefficients in the ledger from the start: only `reached` tells such a layer apart
+    rows = microbatch(3, 0)
+    whole, part = running(rule, layers=2), running(rule)
+    add(part, rows, reached=[True, False, True])
+    add(whole, [rows[0], rows[2]])
+    assert part.step() == pytest.approx(whole.step())
+    assert part.known == [True, False, True]
+    assert torch.equal(part.mean[[0, 2]], whole.mean)
+    assert part.mean[1].abs().sum() == 0
+    assert part.expectations(1) is None
+
+
+@pytest.mark.parametrize("rule", [*RULES, Rule("none")], ids=[*NAMES, "none"])
+def test_a_ledger_opens_with_what_the_kernels_will_read(rule):
+    statistics = running(rule)
+    take(statistics, [microbatch(3, 0, dead=[(1, 0), (1, 1), (1, 2)] if any(rule.needs) else ())])
+    advantages = torch.tensor([2.0, -1.0, 0.5, 0.0])
+    ledger = statistics.open(advantages, loss_scale=0.25)
+    assert ledger.advantages.tolist() == advantages.tolist() and ledger.advantages.dtype == torch.float64
+    assert ledger.settings.tolist() == pytest.approx([*rule.exponents, rule.lambda_, 4.0, 0.25**rule.degree])
+    assert ledger.counter.dtype == torch.int32 and not ledger.counter.any()
+    # No layer has a figure yet, and without statistics the coefficients are the advantages
+    expected = torch.zeros(LAYERS, 4, 4, dtype=torch.float64)
+    if not any(rule.needs):
+        expected[:, 0] = ledger.advantages
+    assert torch.equal(ledger.table, expected)
+    for layer, row in enumerate(ledger.history):
+        known = statistics.expectations(layer)
+        assert row[5] == float(known is not None)
+        if known is not None:
+            assert torch.equal(row[:5], torch.cat([known.mean_square, known.scale.view(1), known.multiplier.view(1)]))
+            x, fx = (statistics.mean[layer, EXPECTATIONS.index(name)].item() for name in ("x", "fx"))
+            scales = (x / fx, fx / x) if fx else (0, 0)
+            assert (known.scale.item(), known.multiplier.item()) == pytest.approx(scales)
+
+
+def test_a_ledger_keeps_the_advantages_it_was_opened_with():
+    advantages = torch.ones(3, dtype=torch.float64)
+    ledger = running().open(advantages)
+    advantages.zero_()
+    assert ledger.advantages.tolist() == [1, 1, 1]
+
+
+def test_an_open_ledger_does_not_see_the_running_means_move_on():
+    statistics = running()
+    take(statistics, [microbatch(3, 0)])
+    ledger = statistics.open(torch.ones(3))
+    before = ledger.history.clone()
+    take(statistics, [microbatch(3, 1)])
+    assert torch.equal(ledger.history, before)
+    assert not torch.equal(statistics.history, before)
 
 
 def test_a_step_without_a_microbatch_changes_nothing():

@@ -57,10 +57,10 @@ def example(bias):
     return model, hidden, targets, weights
 
 
-def fused_logps(hidden, head, targets, temperature=1.0, softcap=None, logit_scale=1.0):
+def fused_logps(hidden, head, targets, temperature=1.0, softcap=None, logit_scale=1.0, chunk=4):
     """As TRL's patched forward calls it."""
     return trl_utils._ChunkedLogProbFunction.apply(
-        hidden, head.weight, head.bias, targets, temperature, 4, softcap, logit_scale, ()
+        hidden, head.weight, head.bias, targets, temperature, chunk, softcap, logit_scale, ()
     )[0]
 
 
@@ -257,16 +257,32 @@ class Shapes(TorchDispatchMode):
         return output
 
 
+@pytest.mark.parametrize("limit", ["TRL's chunk", "elements of a tile"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
 @pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
-def test_tokens_times_vocabulary_never_exists(strategy, rule, monkeypatch):
+def test_tokens_times_vocabulary_never_exists(strategy, rule, limit, monkeypatch):
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     model, hidden, targets, _ = example(bias=True)
     rows, vocabulary = targets.numel(), model.lm_head.weight.shape[0]
-    monkeypatch.setattr(lm_head, "_TILE", rows * (vocabulary // 3))
-    isopo = ISOPO(model, rule)
-    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
-        loss = fused_logps(hidden.flatten(0, 1).requires_grad_(), model.lm_head, targets.flatten()).sum()
-        with Shapes() as seen:
-            loss.backward()
-    assert not [shape for shape in seen.shapes if vocabulary in shape and rows in shape], seen.shapes
+
+    def tensors_of_a_backward(chunk, tile):
+        monkeypatch.setattr(lm_head, "_TILE", tile)
+        isopo = ISOPO(model, rule)
+        with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
+            leaf = hidden.flatten(0, 1).requires_grad_()
+            loss = fused_logps(leaf, model.lm_head, targets.flatten(), chunk=chunk).sum()
+            with Shapes() as seen:
+                loss.backward()
+        isopo.detach()
+        return seen.shapes
+
+    def whole(shapes):
+        return [shape for shape in shapes if vocabulary in shape and rows in shape]
+
+    width = 3
+    bounds = {"chunk": width, "tile": 2**27} if limit == "TRL's chunk" else {"chunk": 2**16, "tile": rows * width + 1}
+    shapes = tensors_of_a_backward(**bounds)
+    assert not whole(shapes), shapes
+    assert (rows, width) in shapes and (rows, width + 1) not in shapes
+    # Without a limit it would, and this test would see it
+    assert whole(tensors_of_a_backward(chunk=2**16, tile=2**27))

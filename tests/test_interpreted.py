@@ -1,0 +1,81 @@
+"""
+The Triton kernels on a CPU, under Triton's interpreter.
+
+Triton decides for a whole process, when a kernel is defined, whether it is interpreted. So these tests start a process
+that runs others: those of the kernels, and as much of the oracle as is needed to reach every kernel from a model.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from isopo_trl.geometry import kernels
+
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(
+    not kernels.ENABLED or kernels.INTERPRET,
+    reason="the kernels are turned off, or interpreted in this process already",
+)
+
+ROOT = Path(__file__).parents[1]
+KERNELS = ["tests/geometry/test_kernels.py", "tests/geometry/test_rms_norm.py"]
+ORACLE = {
+    "test_gradient_is_the_definition": [
+        "qwen3-full-fisher",  # norms of heads
+        "qwen3-lora-fisher",
+        "qwen3-lora-interacting",
+        "gemma3-full-fig4",  # norms of another flavour, a soft cap
+        "gemma3-full-none",
+        "gemma3-lora-fisher",
+        "gpt2-full-fisher",  # Conv1D, biases, LayerNorm
+        "gpt2-full-interacting",
+    ],
+    "test_every_strategy_gives_the_same_gradient": [
+        "qwen2-fig4-ghost",
+        "qwen2-fig4-kept",
+        "qwen2-fig4-blocks",
+        "qwen2-interacting-blocks",
+    ],
+    "test_every_setting_enters_as_the_formula_says": ["fig4-0.3-True-paper"],
+    "test_gradient_checkpointing_changes_nothing": ["False-full-fisher", "True-lora-interacting"],
+    "test_tied_embedding_and_head_are_two_uses": ["llama-euclidean"],
+    "test_degenerate_microbatches": ["fig4-empty completion and zero advantage"],
+    "test_running_means_over_microbatches_and_steps": ["interacting"],
+    "test_packed_sequences_give_the_same_gradient_as_padded_ones": ["fisher"],
+}
+
+
+def run_interpreted(*tests):
+    """Run tests in a process of their own, and show its last lines if any fails; returns all of its output."""
+    # A process of xdist's would leave its name and its options behind
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_CORE"))}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "--color=no"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    tail = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{tail}"
+    return done.stdout
+
+
+def passed(output):
+    """The number of tests that passed; none may have been skipped."""
+    last = output.strip().splitlines()[-1]
+    assert "passed" in last and "skipped" not in last, output
+    return int(last.split(" passed")[0].split()[-1])
+
+
+@pytest.mark.parametrize("path", KERNELS)
+def test_the_interpreted_kernels_agree_with_plain_pytorch(path):
+    assert passed(run_interpreted(path)) > 40
+
+
+def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
+    nodes = [f"tests/test_oracle.py::{test}[{case}]" for test, cases in ORACLE.items() for case in cases]
+    assert passed(run_interpreted(*nodes)) == len(nodes)
