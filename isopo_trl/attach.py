@@ -373,8 +373,8 @@ def _plan(isopo: ISOPO, model: nn.Module) -> list[Layer]:
         )
     if any(_is_compiled(module) for module in model.modules()):
         raise ValueError(
-            "The model is compiled (`torch.compile`), which ISOPO does not support: its layers decide at every backward "
-            "what to compute. Give the model uncompiled; on a GPU, ISOPO's own kernels are fused already."
+            "The model is compiled (`torch.compile`), which ISOPO does not support, since its layers decide at every "
+            "backward what to compute: give the model uncompiled."
         )
     if any("_isopo_layer" in module.__dict__ for module in model.modules()):
         raise ValueError("An ISOPO is attached to this model already: call its `detach` first.")

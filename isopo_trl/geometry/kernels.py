@@ -34,8 +34,8 @@ if is_triton_available():
 ENABLED = is_triton_available() and os.environ.get("ISOPO_DISABLE_TRITON", "0") != "1"
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-# Largest tile of [sequences, samples] that the last program holds
-_LARGEST_TILE = 2**14
+# Largest tile of [sequences, samples], or of the partial sums of these, that a program holds
+_LARGEST_TILE = 2**13
 # Elements of V that one program of the kernels over V reads
 _V_CHUNK = 2**13
 _MAX_SAMPLE_BLOCK = 128
@@ -57,8 +57,15 @@ def usable(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether the kernels can read `x`."""
-    return ENABLED and x.numel() > 0 and x.dtype in (_COMPILED if x.is_cuda else _INTERPRETED)
+    """Whether the kernels can read `x`: on NVIDIA GPUs from Ampere on."""
+    if not ENABLED or x.numel() == 0:
+        return False
+    return x.dtype in _COMPILED and _is_new_enough(x.device) if x.is_cuda else x.dtype in _INTERPRETED
+
+
+@lru_cache
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _power(x: int) -> int:
@@ -677,7 +684,7 @@ def _part_of(tile: int, width: int, length: int) -> int:
 def _tiles(m: int, n: int, blocks: int) -> tuple[int, int, int]:
     """Tile of the last program's sum: sequences, samples, blocks."""
     BM, BN = _power(m), min(max(16, _power(n)), _MAX_SAMPLE_BLOCK)
-    return BM, BN, _part_of(_LARGEST_TILE // 2, BM * BN, blocks)
+    return BM, BN, _part_of(_LARGEST_TILE, BM * BN, blocks)
 
 
 def _scratch(like: torch.Tensor, *shape: int) -> torch.Tensor:

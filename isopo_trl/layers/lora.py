@@ -48,8 +48,12 @@ class LoRALinear(Layer):
         dropout = module.lora_dropout[self.adapter]
         if module.training and getattr(dropout, "p", 0) > 0:
             return None
-        factors: Any = (self.A.module, self.B.module)
-        return self.isopo.current if all(factor.weight.requires_grad for factor in factors) else None
+        A: Any = self.A.module
+        B: Any = self.B.module
+        if not (A.weight.requires_grad and B.weight.requires_grad) or has_own_forward(module.base_layer):
+            return None
+        # Their calls are skipped here, and with them what others do there: DeepSpeed, for one, gathers the weights
+        return None if _is_hooked(module.base_layer) or _is_hooked(A) or _is_hooked(B) else self.isopo.current
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = module.base_layer
@@ -61,6 +65,11 @@ class LoRALinear(Layer):
         if args or kwargs or mixed or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
             return type(module).forward(module, x, *args, **kwargs)
         return _LoRA.apply(x, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_pre_hooks or module._backward_hooks)
 
 
 def lora_linears(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[LoRALinear]:

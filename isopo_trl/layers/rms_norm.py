@@ -10,7 +10,7 @@ from ..geometry.rms_norm import Flavour
 from ..geometry.sequences import Sequences
 from ..microbatch import Microbatch
 from .elementwise import ElementwiseLayer, position_axes
-from .layer import PROBE_ERRORS, Layer, has_own_forward, once
+from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, once
 
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ def flavour_of(module: nn.Module) -> Flavour | None:
     """The formula of the module's forward, found by trying; `None` if it is none that is known."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = module._parameters.get("weight")
-    if not isinstance(eps, float) or weight is None or weight.dim() != 1 or weight.device.type == "meta":
+    if not isinstance(eps, float) or weight is None or weight.device.type == "meta" or len(full_shape(weight)) != 1:
         return None
-    size = weight.shape[0]
+    (size,) = full_shape(weight)
     x = torch.linspace(-1.5, 2, 6 * size, device=weight.device).view(2, 3, size).sin()
     values = torch.linspace(0.5, 1.5, size, device=weight.device)
     tried = [(x.to(dtype), values.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]

@@ -154,7 +154,7 @@ def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_sam
 @pytest.mark.parametrize("capability", MEMORY)
 def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
     rule = RULES[rule]
-    m = 64 if rule.interacting else 128  # the most that `usable` allows with 128 samples
+    m = 64  # the most that `usable` allows with 128 samples, and for the kernel
     sequences, samples, ledger = microbatch(rule, m, 64, 128)
     g, V = tensor(m * 64, 96), tensor(m, 96, 64)
     assert kernels.usable(g, m, 128, rule)
