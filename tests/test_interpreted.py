@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ["tests/geometry/test_kernels.py", "tests/geometry/test_rms_norm.py"]
+KERNELS = ["tests/geometry/test_kernels.py", "tests/geometry/test_rms_norm.py", "tests/layers/test_rms_norm.py"]
 ORACLE = {
     "test_gradient_is_the_definition": [
         "qwen3-full-fisher",  # norms of heads

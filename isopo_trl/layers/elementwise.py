@@ -59,16 +59,20 @@ class ElementwiseLayer(KeptLayer):
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         names = self.parameters
         own = {name: module._parameters[name] for name in names}
-        axes, certain = position_axes(self.name, x, microbatch)
-        if certain:
-            self._axes[x.dim()] = axes
-        axes = self._axes.get(x.dim(), axes)
+        axes = self.axes(x, microbatch)
         handed_out = _HandOut.apply(axes, x.dim(), self, microbatch, *own.values())
         try:
             module._parameters.update(zip(names, handed_out, strict=True))
             return type(module).forward(module, x, *args, **kwargs)
         finally:
             module._parameters.update(own)
+
+    def axes(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
+        """The dimensions of `x` that count sequences and positions; where in doubt, as when there was none."""
+        axes, certain = position_axes(self.name, x, microbatch)
+        if certain:
+            self._axes[x.dim()] = axes
+        return self._axes.get(x.dim(), axes)
 
 
 class _HandOut(torch.autograd.Function):

@@ -46,7 +46,7 @@ class LoRALinear(Layer):
         if module.disable_adapters or module.merged or module.active_adapters != [self.adapter]:
             return None
         dropout = module.lora_dropout[self.adapter]
-        if module.training and getattr(dropout, "p", 0) > 0:
+        if dropout.training and getattr(dropout, "p", 0) > 0:
             return None
         A: Any = self.A.module
         B: Any = self.B.module
@@ -76,11 +76,14 @@ def lora_linears(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[
     """The layers of PEFT's whose factors are among `layers` and that are no more than a product."""
     planned = {layer.module: layer for layer in layers}
     found = []
+    module: Any
     for module in model.modules():
-        if not isinstance(module, PeftLinear) or has_own_forward(module):
+        if type(module).forward is not PeftLinear.forward or has_own_forward(module):
             continue
-        base = module.base_layer
+        base: Any = module.base_layer
         if type(base).forward is not nn.Linear.forward or has_own_forward(base) or base.weight.requires_grad:
+            continue
+        if type(base.weight) is not nn.Parameter:  # quantised storage
             continue
         if base.bias is not None and base.bias.requires_grad:
             continue

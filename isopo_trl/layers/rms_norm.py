@@ -9,7 +9,7 @@ from ..geometry import kernels, rms_norm
 from ..geometry.rms_norm import Flavour
 from ..geometry.sequences import Sequences
 from ..microbatch import Microbatch
-from .elementwise import ElementwiseLayer, position_axes
+from .elementwise import ElementwiseLayer
 from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, once
 
 
@@ -38,16 +38,14 @@ class RMSNormLayer(ElementwiseLayer):
     def _fused(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
         if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.fused(x):
             return False
-        if not kernels.takes(module.weight):
-            return False
-        return x.dim() == 3 or position_axes(self.name, x, microbatch)[0] == (0, 1)
+        axes = self.axes(x, microbatch)
+        in_place = axes == (0, 1) or (x.dim() == 3 and axes == (1,))  # [B, T, d], [1, B T, d], [B, T, H, d]
+        return in_place and kernels.takes(module.weight)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer, microbatch):
-        if x.dim() == 3:
-            microbatch.check(layer.name, x)
         x = x.contiguous()
         y, scale = rms_norm.forward(x, weight, layer._flavour)
         ctx.save_for_backward(x, weight, scale)
@@ -83,7 +81,8 @@ class FrozenRMSNorm(Layer):
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = module.weight
-        known = x.dim() in (3, 4) and x.shape[-1] <= rms_norm.MOST_FEATURES and kernels.takes(x)
+        known = x.dim() in (3, 4) and x.shape[-1] <= rms_norm.MOST_FEATURES and x.shape[0] < 2**16
+        known = known and kernels.takes(x)
         if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not kernels.takes(weight):
             return type(module).forward(module, x, *args, **kwargs)
         return _FrozenRMSNorm.apply(x, weight, self.flavour)
@@ -128,7 +127,8 @@ def flavour_of(module: nn.Module) -> Flavour | None:
     (size,) = full_shape(weight)
     x = torch.linspace(-1.5, 2, 6 * size, device=weight.device).view(2, 3, size).sin()
     values = torch.linspace(0.5, 1.5, size, device=weight.device)
-    tried = [(x.to(dtype), values.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    dtypes = (torch.float32, torch.bfloat16)
+    tried = [(x.to(dtype), values.to(of_weight)) for dtype in dtypes for of_weight in dtypes]
     try:
         with torch.no_grad():
             outputs = [_output(module, *pair) for pair in tried]

