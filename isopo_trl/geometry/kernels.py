@@ -218,7 +218,11 @@ def _non_interacting(
     BM: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """`coefficients._non_interacting` for all sequences; writes the layer's row of the table."""
+    """
+    `coefficients._non_interacting` for all sequences; writes the layer's row of the table.
+
+    `RULE` is `Rule.traits`; `history`, `settings` and `table` are laid out as [`Ledger`] says.
+    """
     OVERLAP: tl.constexpr = RULE & 1
     NORM: tl.constexpr = RULE & 2
     P: tl.constexpr = RULE & 8

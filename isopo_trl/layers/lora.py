@@ -50,7 +50,9 @@ class LoRALinear(Layer):
             return None
         A: Any = self.A.module
         B: Any = self.B.module
-        if not (A.weight.requires_grad and B.weight.requires_grad) or has_own_forward(module.base_layer):
+        if not (A.weight.requires_grad and B.weight.requires_grad) or module.base_layer.weight.requires_grad:
+            return None
+        if has_own_forward(module.base_layer):
             return None
         # Their calls are skipped here, and with them what others do there: DeepSpeed, for one, gathers the weights
         return None if _is_hooked(module.base_layer) or _is_hooked(A) or _is_hooked(B) else self.isopo.current
@@ -59,12 +61,12 @@ class LoRALinear(Layer):
         base = module.base_layer
         A: Any = self.A.module
         B: Any = self.B.module
-        x, weight, bias = autocast(x, base.weight, base.bias)
+        cast, weight, bias = autocast(x, base.weight, base.bias)
         # As PEFT does: the adapter's type, unless autocast has the last word
-        mixed = x.dtype != A.weight.dtype and not torch.is_autocast_enabled(x.device.type)
-        if args or kwargs or mixed or x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        mixed = cast.dtype != A.weight.dtype and not torch.is_autocast_enabled(x.device.type)
+        if args or kwargs or mixed or cast.dtype != weight.dtype or (bias is not None and bias.dtype != cast.dtype):
             return type(module).forward(module, x, *args, **kwargs)
-        return _LoRA.apply(x, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
+        return _LoRA.apply(cast, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
 
 
 def _is_hooked(module: nn.Module) -> bool:
