@@ -326,7 +326,7 @@ def gradient_kernels(shape: str, batch: Batch, p: int, d: int) -> Iterator[Kerne
 
     norm = sums(fig4, overlap=overlap, samples=SAMPLES)
     yield Kernel("v_coefficients, norm", shape, norm, V, 2 * size, plain=functools.partial(plain, fig4))
-    arithmetic = (2 * m * size, "fp32")
+    arithmetic = (2 * m * size, "float32")
     yield Kernel(
         "v_coefficients, ntk", shape, sums(interacting), V, *arithmetic, functools.partial(plain, interacting)
     )

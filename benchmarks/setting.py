@@ -14,6 +14,8 @@ from datasets import Dataset
 from hook_recipe import RecipeTrainer
 from peft import LoraConfig
 from tokenizers import Tokenizer, models
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 from trl import GRPOConfig, GRPOTrainer
 
@@ -212,6 +214,26 @@ def measure(variants: dict[str, Variant], inputs: dict[str, torch.Tensor], repea
             synchronize()
             times[name].append(time.perf_counter() - start)
     return summary(times, peaks)
+
+
+def profiles(variants: dict[str, Variant], inputs: dict[str, torch.Tensor]) -> dict[str, dict]:
+    """
+    Of one step of each variant (GPUs only): the sum of the kernels' times, their number, and how long Python took to
+    launch them all. Where the last is longer than the first, the step is bound by the CPU.
+    """
+    figures = {}
+    for name, variant in variants.items():
+        synchronize()
+        start = time.perf_counter()
+        variant.step(inputs)
+        host = time.perf_counter() - start
+        synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            variant.step(inputs)
+            synchronize()
+        kernels = [event.device_time for event in profiler.events() if event.device_type == DeviceType.CUDA]
+        figures[name] = {"gpu_seconds": 1e-6 * sum(kernels), "launches": len(kernels), "host_seconds": host}
+    return figures
 
 
 def summary(times: dict[str, list[float]], peaks: dict[str, int | None]) -> dict[str, dict]:

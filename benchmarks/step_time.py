@@ -20,6 +20,7 @@ import copy
 import json
 
 from setting import (
+    DEVICE,
     HEADER,
     Variant,
     add_case_options,
@@ -27,6 +28,7 @@ from setting import (
     environment,
     import_pyplot,
     measure,
+    profiles,
     random_batch,
     release,
     row,
@@ -66,6 +68,7 @@ def parse() -> tuple[argparse.Namespace, list[argparse.Namespace]]:
     parser.add_argument("--case", action="append", default=[], help="options of one case, as above; may be repeated")
     parser.add_argument("--table", action="store_true", help="the cases of the project's table, for one GPU")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--profile", action="store_true", help="also the GPU's own time and the launches of one step")
     parser.add_argument("--output", help="JSON file for the figures")
     parser.add_argument("--plot", help="PNG file for a bar chart of the ratios")
     options = parser.parse_args()
@@ -83,13 +86,22 @@ def title(case: argparse.Namespace) -> str:
     return f"{case.shape}, {case.sequences} x {case.length}, {weights}, {case.dtype}{checkpointing}"
 
 
-def run(case: argparse.Namespace, repeats: int) -> dict[str, dict]:
+def run(case: argparse.Namespace, repeats: int, with_profile: bool) -> dict[str, dict]:
     variants = {name: Variant(name, case) for name in variant_names(case)}
-    figures = measure(variants, random_batch(case, case.sequences), repeats)
+    inputs = random_batch(case, case.sequences)
+    figures = measure(variants, inputs, repeats)
     print(f"\n{title(case)}, {case.samples} samples, {repeats} rounds")
     print(f"{'':12} {HEADER}")
     for name, values in figures.items():
         print(f"{name:12} {row(values)}")
+    if with_profile:
+        profiled = profiles(variants, inputs)
+        print(f"{'one step':12} {'GPU ms':>9} {'ratio':>6} {'launches':>8} {'host ms':>8}")
+        for name, values in profiled.items():
+            ratio = values["gpu_seconds"] / profiled["grpo"]["gpu_seconds"]
+            gpu, host = 1e3 * values["gpu_seconds"], 1e3 * values["host_seconds"]
+            print(f"{name:12} {gpu:9.1f} {ratio:6.3f} {values['launches']:8} {host:8.1f}")
+            figures[name].update(values)
     return figures
 
 
@@ -120,10 +132,12 @@ def main():
     options, cases = parse()
     if options.plot:
         import_pyplot()
+    if options.profile and DEVICE == "cpu":
+        raise SystemExit("--profile counts a GPU's kernels, and there is none: leave it out.")
     report = {"environment": environment(), "repeats": options.repeats, "cases": []}
     print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
     for case in cases:
-        results = run(case, options.repeats)
+        results = run(case, options.repeats, options.profile)
         release()
         report["cases"].append({"title": title(case), "options": vars(case), "results": results})
         if options.output:  # after every case, so that a run that is cut short leaves something

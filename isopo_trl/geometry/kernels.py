@@ -505,15 +505,18 @@ def _ntk_kernel(
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     rows = s.to(tl.int64) * size
-    ntk = tl.zeros((BM, BM), ACC)
-    if BM <= 16:  # too small for a matrix product
+    if BM <= 16:  # too small for a matrix product: every pair by itself, reduced once at the end
+        products = tl.zeros((BM, BM, BK), ACC)
         for start in range(chunk * BK, size, tl.num_programs(0) * BK):
-            e = start + k
-            v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
-            for i in tl.static_range(BM):
-                one = tl.load(V + i * size.to(tl.int64) + e, mask=e < tl.where(i < m, size, 0), other=0.0)
-                ntk += tl.where(s[None, :] == i, tl.sum(v * one[None, :], 1)[:, None], 0.0)
+            e = start + k[None, None, :]
+            one = V + rows[:, None, None] + e
+            other = V + rows[None, :, None] + e
+            left = tl.load(one, mask=(s < m)[:, None, None] & (e < size), other=0.0)
+            right = tl.load(other, mask=(s < m)[None, :, None] & (e < size), other=0.0)
+            products += left * right
+        ntk = tl.sum(products, 2)
     else:
+        ntk = tl.zeros((BM, BM), ACC)
         for start in range(chunk * BK, size, tl.num_programs(0) * BK):
             e = start + k
             v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
@@ -806,7 +809,7 @@ def v_coefficients(
 
 def _programs(size: int, rule: Rule) -> int:
     chunks = -(-size // _V_CHUNK)
-    return min(chunks, 528) if rule.interacting else chunks
+    return min(chunks, 264) if rule.interacting else chunks
 
 
 def _v_scratch(V: torch.Tensor, chunks: int, rule: Rule) -> torch.Tensor:
@@ -883,8 +886,9 @@ def _ntk_plan(m: int, here: int, chunks: int, traits: tuple, dtype: torch.dtype,
     acc, precision = _types(dtype)
     if device.type == "cuda":
         precision = "tf32x3"
-    BK = min(2048, 2**14 // BM) if BM <= 16 else 64
-    tiles = (acc, precision, BM, BK, _part_of(2**13, BM**2, chunks))
+    BK = min(256, 2**14 // BM**2) if BM <= 16 else 64
+    # The last program's tile is small: its registers count for all programs
+    tiles = (acc, precision, BM, BK, _part_of(2**10 if BM <= 16 else 2**13, BM**2, chunks))
     return Plan((here, 1, 1), (*traits, *tiles), {"num_warps": 8})
 
 
