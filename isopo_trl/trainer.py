@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
+from . import model_card
 from .attach import ISOPO
 from .config import ISOPOConfig
 from .objectives import sampler_weights
@@ -329,6 +330,16 @@ class ISOPOTrainer(GRPOTrainer):
             self.beta = beta
 
     # State
+
+    def create_model_card(  # type: ignore[override]  # as TRL has it
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        super().create_model_card(model_name, dataset_name, tags)
+        if self.is_world_process_zero():
+            model_card.complete(os.path.join(str(self.args.output_dir), "README.md"), model_name, self)
 
     def _save_checkpoint(self, model, trial):
         # First: what follows pushes the folder to the Hub and removes older checkpoints

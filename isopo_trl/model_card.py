@@ -1,0 +1,133 @@
+"""What a model card says beyond TRL's: the rule and its settings, versions, and a snippet that runs."""
+
+import os
+import re
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+import peft
+from accelerate.utils import is_peft_model
+from huggingface_hub import ModelCard
+
+from .config import ISOPOConfig
+
+
+if TYPE_CHECKING:
+    from .trainer import ISOPOTrainer
+
+
+# Beside the settings of ISOPO itself
+_SETTINGS = (
+    "loss_type",
+    "learning_rate",
+    "lr_scheduler_type",
+    "max_steps",
+    "num_train_epochs",
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "temperature",
+    "max_completion_length",
+    "max_grad_norm",
+    "use_vllm",
+    "seed",
+)
+_QUESTION = "A baker has 12 rolls and sells 5 of them. How many are left?"
+_CHAT = """\
+from transformers import pipeline
+
+question = "{question}"
+generator = pipeline("text-generation", model="{model}")
+output = generator([{{"role": "user", "content": question}}], max_new_tokens=128, return_full_text=False)[0]
+print(output["generated_text"])"""
+_PLAIN = """\
+from transformers import pipeline
+
+generator = pipeline("text-generation", model="{model}")
+output = generator("{question}", max_new_tokens=128, return_full_text=False)[0]
+print(output["generated_text"])"""
+
+
+def complete(path: str, model_name: str | None, trainer: "ISOPOTrainer") -> None:
+    """Rewrite the card that TRL has written to `path`."""
+    card = ModelCard.load(path)
+    card.data.pop("licence", None)  # TRL writes the word "license" there
+    card.data.pipeline_tag = "text-generation"
+    if is_peft_model(trainer.model):
+        card.data.library_name = "peft"
+    name = model_name or trainer.hub_model_id or os.path.basename(os.path.abspath(trainer.args.output_dir or ""))
+    base = os.path.basename(trainer.model.config._name_or_path)  # where TRL has left it out, it is a path
+    text = card.text
+    text = re.sub(r"# Model Card for .*", lambda _: f"# Model Card for {name}", text, count=1)
+    text = text.replace("[None](https://huggingface.co/None)", f"`{base}`" if base else "a model without a name")
+    text = _replaced(text, "## Quick start", _quick_start(trainer))
+    text = _before(text, "### Framework versions", _procedure(trainer))
+    text = _before(text, "- TRL:", _versions())
+    card.text = text
+    card.save(path)
+
+
+def _quick_start(trainer: "ISOPOTrainer") -> str:
+    tokenizer: Any = trainer.processing_class
+    snippet = _CHAT if getattr(tokenizer, "chat_template", None) else _PLAIN
+    model = trainer.hub_model_id or trainer.args.output_dir
+    return f"```python\n{snippet.format(model=model, question=_QUESTION)}\n```"
+
+
+def _procedure(trainer: "ISOPOTrainer") -> str:
+    args, rule = trainer.args, trainer.args._rule()
+    own: dict[str, Any] = {}
+    for field in fields(ISOPOConfig):
+        if field.name in ISOPOConfig.__annotations__ and field.default is not MISSING:
+            own[field.name] = getattr(args, field.name)
+    if not rule.interacting:
+        own.update(zip(("fisher_power", "norm_power", "relative_power"), rule.exponents, strict=True))
+    own["regularization"] = rule.lambda_
+    rows = {**own, **{name: getattr(args, name) for name in _SETTINGS}}
+    if is_peft_model(trainer.model):
+        config = trainer.model.active_peft_config
+        rows["adapter"] = f"{config.peft_type.value}, r={getattr(config, 'r', None)}"
+    shown = {name: getattr(value, "value", value) for name, value in rows.items() if value is not None}
+    table = "\n".join(f"| `{name}` | {value} |" for name, value in shown.items())
+    return (
+        f"Each sequence's gradient was rescaled, layer by layer, by the rule `{args.rule}` of "
+        f"[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it."
+        f"{_outcome(trainer)}\n\n### Settings\n\n| setting | value |\n|---|---|\n{table}\n\n"
+    )
+
+
+def _outcome(trainer: "ISOPOTrainer") -> str:
+    log = trainer.state.log_history
+    accuracies = [line["validation/accuracy"] for line in log if "validation/accuracy" in line]
+    divergences = [line["validation/kl"] for line in log if "validation/kl" in line]
+    if not accuracies:
+        return ""
+    kl = f", at {divergences[-1]:.3f} nats a completion from where it started" if divergences else ""
+    return (
+        f" In {trainer.state.global_step} optimizer steps its greedy accuracy on the validation set went from "
+        f"{accuracies[0]:.1%} to {accuracies[-1]:.1%}{kl}."
+    )
+
+
+def _versions() -> str:
+    from . import __version__
+
+    return f"- ISOPO for TRL (isopo-trl): {__version__}\n- PEFT: {peft.__version__}\n"
+
+
+def _replaced(text: str, heading: str, body: str) -> str:
+    """`text` with what stands under `heading` replaced, or with the section added if there is none."""
+    start = text.find(heading)
+    if start < 0:
+        return f"{text.rstrip()}\n\n{heading}\n\n{body}\n"
+    start += len(heading)
+    following = re.search(r"^## ", text[start:], flags=re.MULTILINE)
+    end = start + following.start() if following else len(text)
+    return f"{text[:start]}\n\n{body}\n\n{text[end:]}"
+
+
+def _before(text: str, mark: str, addition: str) -> str:
+    place = text.find(mark)
+    if place < 0:
+        return f"{text.rstrip()}\n\n{addition}"
+    return text[:place] + addition + text[place:]

@@ -1,0 +1,123 @@
+"""The model card: valid, says what was done, and its snippet runs against the model it describes."""
+
+import re
+
+import peft
+import pytest
+import torch
+import transformers
+import trl
+import yaml
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+
+import isopo_trl
+from isopo_trl.callbacks import ValidationCallback
+from isopo_trl.model_card import _before, _replaced
+from tests import tiny, training
+
+
+LORA = {"peft_config": LoraConfig(r=2, target_modules="all-linear")}
+
+
+def snippet(text: str) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    return block
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
+def test_the_snippet_runs_against_the_saved_model(tmp_path, options, capsys):
+    trainer = training.build(tmp_path / "out", tiny.save(tmp_path / "base", "qwen3"), options=options)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    block = snippet((tmp_path / "out" / "README.md").read_text())
+    assert f'model="{tmp_path / "out"}"' in block
+    names = {}
+    exec(block, names)
+    assert isinstance(names["output"]["generated_text"], str)
+    assert capsys.readouterr().out.endswith(names["output"]["generated_text"] + "\n")
+    # What it says is the trained model's, not the base model's
+    loaded = dict(names["generator"].model.named_parameters())
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "lora_B" in name] or [
+        "model.norm.weight"
+    ]
+    for name in trained:
+        short = name.removeprefix("base_model.model.")
+        (match,) = [p for other, p in loaded.items() if other.removeprefix("base_model.model.") == short]
+        assert torch.equal(match, dict(trainer.model.named_parameters())[name]), name
+
+
+def test_a_model_without_chat_template_gets_a_snippet_in_plain_text(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    trainer = training.build(
+        tmp_path / "out", tiny.save(tmp_path / "base", "qwen3"), options={"processing_class": tokenizer}
+    )
+    trainer.save_model()
+    trainer.create_model_card()
+    block = snippet((tmp_path / "out" / "README.md").read_text())
+    assert "role" not in block
+    exec(block, {})
+
+
+def test_the_card_names_rule_settings_versions_and_paper(tmp_path):
+    trainer = training.build(
+        tmp_path,
+        tiny.save(tmp_path / "base", "qwen3"),
+        rule="fig4",
+        regularization=0.5,
+        fisher_samples=7,
+        options=LORA,
+    )
+    trainer.create_model_card(model_name="a-model", dataset_name="openai/gsm8k", tags=["extra"])
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"trl", "isopo", "extra"} <= set(card.data.tags) and card.data.datasets == "openai/gsm8k"
+    assert card.data.library_name == "peft" and card.data.pipeline_tag == "text-generation"
+    text = card.text
+    assert "# Model Card for a-model" in text and "None" not in text
+    for row in ("`rule` | fig4", "`norm_power` | -1.0", "`relative_power` | -2.0", "`regularization` | 0.5"):
+        assert f"| {row} |" in text, row
+    for row in (
+        "`fisher_samples` | 7",
+        "`learning_rate` | 0.01",
+        "`lr_scheduler_type` | linear",
+        "`adapter` | LORA, r=2",
+    ):
+        assert f"| {row} |" in text, row
+    for name, version in (("isopo-trl", isopo_trl), ("TRL", trl), ("PEFT", peft), ("Transformers", transformers)):
+        assert re.search(rf"{re.escape(name)}\)?: {re.escape(version.__version__)}", text), name
+    assert "huggingface.co/papers/2512.23353" in text and "abrahamsen2025isopo" in text
+    assert str(tmp_path) not in text.replace(snippet(text), "")
+
+
+def test_the_front_matter_is_valid_yaml(tmp_path):
+    trainer = training.build(tmp_path, tiny.save(tmp_path / "base", "qwen3"), rule="interacting")
+    trainer.create_model_card()
+    _, front, body = (tmp_path / "README.md").read_text().split("---\n", 2)
+    front = yaml.safe_load(front)
+    assert front["library_name"] == "transformers" and "licence" not in front and "license" not in front
+    assert "| `rule` | interacting |" in body and "`fisher_power`" not in body and "| `regularization` | 1.0 |" in body
+
+
+def test_what_was_validated_is_told(tmp_path):
+    trainer = training.build(tmp_path, tiny.save(tmp_path / "base", "qwen3"))
+    trainer.add_callback(ValidationCallback(trainer, tiny.prompts(2), lambda completions, **_: [0.25, 0.75], steps=1))
+    trainer.train()
+    trainer.create_model_card()
+    text = (tmp_path / "README.md").read_text()
+    assert "In 2 optimizer steps its greedy accuracy on the validation set went from 50.0% to 50.0%, at " in text
+
+
+def test_a_checkpoint_has_the_card_too(tmp_path):
+    trainer = training.build(tmp_path, tiny.save(tmp_path / "base", "qwen3"), save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert "| `rule` | fisher |" in (tmp_path / "README.md").read_text()
+
+
+def test_a_template_of_trl_with_other_headings_still_gets_everything():
+    assert _replaced("# Title\n", "## Quick start", "body") == "# Title\n\n## Quick start\n\nbody\n"
+    assert _replaced("a\n## Quick start\nold\n## Next\nb", "## Quick start", "new") == (
+        "a\n## Quick start\n\nnew\n\n## Next\nb"
+    )
+    assert _before("text", "### Framework versions", "more") == "text\n\nmore"
