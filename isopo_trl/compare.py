@@ -1,0 +1,132 @@
+"""
+Curves of one run or several in one figure: training reward, validation accuracy, KL from the initial policy.
+
+    isopo-compare outputs/isopo outputs/grpo --output comparison.png
+
+A run is its output folder, a checkpoint in it, or a `trainer_state.json`; `NAME=PATH` gives it a name in the legend.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+# What is logged, and the label of its axis
+CURVES = {
+    "reward": "training reward",
+    "validation/accuracy": "validation accuracy, greedy",
+    "validation/kl": "KL from the initial policy, nats a completion",
+}
+STATE = "trainer_state.json"
+
+Log = list[dict[str, Any]]
+
+
+def read_log(path: str | os.PathLike) -> Log:
+    """
+    The log of a run, from the folder it was written to, one of its checkpoints, or the file itself.
+
+    Raises `ValueError` with a sentence that says what is wrong.
+    """
+    given = Path(path)
+    file = given
+    if given.is_dir():
+        found = [given / STATE] if (given / STATE).exists() else list(given.glob(f"checkpoint-*/{STATE}"))
+        if not found:
+            raise ValueError(
+                f"{given} has no {STATE}, nor has a checkpoint in it: give the output folder of a run that has "
+                "validated or saved at least once."
+            )
+        file = max(found, key=lambda file: file.stat().st_mtime)
+    try:
+        log = json.loads(file.read_text())["log_history"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a {STATE} of a Trainer: give the output folder of a run.") from error
+    if not any(name in entry for entry in log for name in CURVES):
+        raise ValueError(f"{file} has none of {', '.join(CURVES)} in its log: is it a run of a GRPO-like trainer?")
+    return log
+
+
+def curve(log: Log, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values at which `name` was logged; where a step comes twice (after resuming), the last counts."""
+    points = {entry["step"]: entry[name] for entry in log if entry.get(name) is not None}
+    return list(points), list(points.values())
+
+
+def draw(logs: dict[str, Log], path: str | os.PathLike) -> None:
+    """
+    Draw the curves that the logs have as one PNG, a panel each and a line for each run.
+
+    Args:
+        logs (`dict[str, list[dict]]`): name of the run -> `trainer.state.log_history`.
+        path (`str`): where the picture goes.
+    """
+    # Not pyplot: the caller's figures and backend (a notebook's, say) stay as they are
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = [name for name in CURVES if any(curve(log, name)[0] for log in logs.values())]
+    figure = Figure(figsize=(1 + 3.8 * len(names), 3.4), layout="constrained")
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for panel, name in zip(panels, names, strict=True):
+        for run, log in logs.items():
+            steps, values = curve(log, name)
+            if steps:
+                panel.plot(steps, values, marker="o" if len(steps) < 30 else None, markersize=3, label=run)
+        panel.set_xlabel("optimizer step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.set_title(CURVES[name], fontsize=10)
+        panel.grid(alpha=0.3)
+        if name == "validation/kl":
+            panel.set_ylim(bottom=0)
+    if len(logs) > 1:
+        panels[0].legend(fontsize=8)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def named(text: str) -> tuple[str, str]:
+    """`NAME=PATH`, or a path, which is named after its folder."""
+    name, equals, path = text.partition("=")
+    if equals and not os.path.exists(text):
+        return name, path
+    folder = Path(text).parent if Path(text).name == STATE else Path(text)
+    return folder.resolve().name, text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="isopo-compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="output folders of runs")
+    parser.add_argument("--output", default="comparison.png", help="the picture (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        pairs = [named(text) for text in options.runs]
+        if len({name for name, _ in pairs}) < len(pairs):  # folders of one name: tell them apart by their paths
+            pairs = [(path, path) for _, path in pairs]
+        logs = {name: read_log(path) for name, path in pairs}
+        draw(logs, options.output)
+    except ImportError:
+        print("isopo-compare needs matplotlib: pip install matplotlib", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"isopo-compare: {error}", file=sys.stderr)
+        return 2
+    width = max(len(name) for name in logs)
+    print(f"{'':{width}}  {'last step':>9} {'reward':>8} {'accuracy':>8} {'KL':>8}")
+    for name, log in logs.items():
+        last = [curve(log, curve_name)[1][-1:] for curve_name in CURVES]
+        cells = " ".join(f"{values[0]:8.3f}" if values else f"{'-':>8}" for values in last)
+        print(f"{name:{width}}  {max(entry['step'] for entry in log):9} {cells}")
+    print(f"Drawn to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
