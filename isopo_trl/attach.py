@@ -11,7 +11,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from trl.kernels import ChunkedLogProbFunction
 
-from .geometry.coefficients import Rule
+from .geometry.coefficients import Ledger, Rule
 from .geometry.running import RunningStatistics
 from .geometry.sequences import Sequences, draw_samples
 from .layers import KINDS, Layer, LMHeadLayer, Unsupported, frozen_norms, full_shape, lora_linears
@@ -90,6 +90,7 @@ class ISOPO:
         self.current: Microbatch | None = None
         self._draws = 0
         self._verified = False
+        self._last: tuple[Ledger, list[int]] | None = None
         self._running: RunningStatistics | None = None
         self._loaded: dict[str, Any] | None = None
         self._model = model
@@ -220,6 +221,7 @@ class ISOPO:
         if any(microbatch.reached):
             self._verify(microbatch.reached)
             self._verified = True
+            self._last = (microbatch.ledger, microbatch.reached)
             microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.reached])
 
     def _check_trained(self) -> None:
@@ -309,6 +311,20 @@ class ISOPO:
             self._running.load_state_dict(state["running"])
         else:
             self._loaded = state["running"]
+
+    # What was done
+
+    def multipliers(self) -> dict[str, torch.Tensor]:
+        """
+        `c_s / A_s` of each sequence of the last microbatch, `[m]` (NaN where the advantage is zero), for each layer
+        that its backward reached, by the name of its first parameter.
+        """
+        if self._last is None:
+            raise RuntimeError("`multipliers` was called before any microbatch had ended.")
+        ledger, reached = self._last
+        advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
+        table = (ledger.table[:, 0] / advantages).cpu()
+        return {_names(layer)[0]: table[layer.index] for layer in self.layers if reached[layer.index]}
 
     # Coverage
 

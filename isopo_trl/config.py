@@ -10,6 +10,7 @@ from .geometry.coefficients import Rule
 
 # Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+SAMPLER_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass
@@ -185,6 +186,11 @@ class ISOPOConfig(GRPOConfig):
                 bool(self.router_aux_loss_coef),
                 f"router_aux_loss_coef={self.router_aux_loss_coef} adds a load-balancing loss without an advantage, "
                 "which cannot be part of ISOPO's single pass: set router_aux_loss_coef=0.0.",
+            ),
+            (
+                self.vllm_importance_sampling_mode not in SAMPLER_MODES,
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is unknown: choose one of "
+                f"{', '.join(map(repr, SAMPLER_MODES))}.",
             ),
             (
                 self.use_liger_kernel,

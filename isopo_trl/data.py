@@ -120,14 +120,15 @@ def as_prompts(problems: Dataset, instruction: str = INSTRUCTION, chat: bool = T
 
     Args:
         problems (`Dataset`): with `question` and `answer`.
-        instruction (`str`): put before the question, as the system's message or, without a chat, as text.
+        instruction (`str`): put before the question, as the system's message or, without a chat, as text. An empty
+            one takes the place of the system's message that some chat templates have of their own.
         chat (`bool`): whether prompts are conversations, for a model with a chat template, or plain text.
     """
 
     def prompt(row: dict[str, str]) -> dict[str, Any]:
         if not chat:
-            return {"prompt": f"{instruction}\n\nProblem: {row['question']}\nSolution:"}
-        system = [{"role": "system", "content": instruction}] if instruction else []
-        return {"prompt": [*system, {"role": "user", "content": row["question"]}]}
+            return {"prompt": f"{instruction}\n\nProblem: {row['question']}\nSolution:".lstrip()}
+        messages = (("system", instruction), ("user", row["question"]))
+        return {"prompt": [{"role": role, "content": content} for role, content in messages]}
 
     return problems.map(prompt, remove_columns=["question"])

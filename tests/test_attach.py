@@ -287,3 +287,22 @@ def test_a_compiled_model_is_refused(how):
         (model if how == "in place" else model[1]).compile()
     with pytest.raises(ValueError, match="compiled.*uncompiled"):
         ISOPO(model)
+
+
+def test_multipliers_are_the_coefficients_over_the_advantages():
+    torch.manual_seed(0)
+    model = linear()
+    isopo = ISOPO(model, "euclidean", scale="paper")
+    with pytest.raises(RuntimeError, match="before any microbatch"):
+        isopo.multipliers()
+    x = torch.randn(2, 4, 3)
+    with isopo.microbatch(torch.tensor([2.0, 0.0]), attention_mask=MASK):
+        model(x).sum().backward()
+    found = isopo.multipliers()
+    assert list(found) == ["0.weight", "1.weight"]
+    model.zero_grad()
+    isopo.detach()
+    model(x[:1]).sum().backward()
+    norm = torch.cat([model[0].weight.grad.flatten(), model[0].bias.grad]).norm()
+    assert found["0.weight"][0].item() == pytest.approx(1 / norm.item(), rel=1e-5)
+    assert found["0.weight"][1].isnan()

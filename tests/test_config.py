@@ -61,6 +61,10 @@ REFUSED = [
     ({"entropy_coef": 0.01}, ["entropy_coef", "`temperature`", "`top_entropy_quantile`"]),
     ({"use_adaptive_entropy": True}, ["use_adaptive_entropy", "`temperature`", "`top_entropy_quantile`"]),
     ({"router_aux_loss_coef": 0.01}, ["router_aux_loss_coef=0.01", "router_aux_loss_coef=0.0"]),
+    (
+        {"vllm_importance_sampling_mode": "token_clip"},
+        ["vllm_importance_sampling_mode='token_clip'", "'token_truncate'"],
+    ),
     ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
     ({"torch_compile": True}, ["torch_compile=True", "torch_compile=False"]),
     ({"torch_compile_backend": "eager"}, ["torch_compile=True", "torch_compile=False"]),

