@@ -1,6 +1,8 @@
 """Validation while training: greedy accuracy and the KL divergence from the initial policy."""
 
+import asyncio
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.utils import is_matplotlib_available
@@ -109,6 +112,7 @@ class ValidationCallback(TrainerCallback):
             self._initial = InitialPolicy(model)
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.completions.clear()
         if self._sharded and self.kl_prompts and state.global_step == 0:
             self._initial = InitialPolicy(self.trainer.model)
         elif self._sharded and self.kl_prompts:
@@ -160,8 +164,7 @@ class ValidationCallback(TrainerCallback):
                 completions: list[Any] = batch
                 if is_conversational({"prompt": rows["prompt"][0]}):
                     completions = [[{"role": "assistant", "content": text}] for text in batch]
-                columns = {name: column for name, column in rows.items() if name != "prompt"}
-                rewards = self.reward_func(completions=completions, prompts=rows["prompt"], **columns)
+                rewards = self._rewards(rows, completions, completion_ids)
                 for text, reward, ids, counts in zip(batch, rewards, completion_ids, real, strict=True):
                     if counts:
                         texts.append(text)
@@ -170,6 +173,22 @@ class ValidationCallback(TrainerCallback):
         self.completions[step] = texts
         total, scored_count, length, count = self._over_ranks(sums)
         return {"validation/accuracy": total / max(scored_count, 1), "validation/length": length / count}
+
+    def _rewards(
+        self, rows: dict[str, list[Any]], completions: list[Any], completion_ids: list[list[int]]
+    ) -> list[Any]:
+        """The reward function called as TRL calls it, but for what it would log."""
+        columns = {name: column for name, column in rows.items() if name != "prompt"}
+        rewards: Any = self.reward_func(
+            prompts=rows["prompt"],
+            completions=completions,
+            completion_ids=completion_ids,
+            trainer_state=self.trainer.state,
+            log_extra=lambda *_: None,
+            log_metric=lambda *_: None,
+            **columns,
+        )
+        return asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
 
     def _kl(self, initial: "InitialPolicy") -> float:
         batches = []
@@ -191,6 +210,7 @@ class ValidationCallback(TrainerCallback):
         """Token ids of the prompts and of one completion of each."""
         prompt_ids, images, fields = self.trainer._tokenize_prompts(prompts)
         completion_ids, _ = self.trainer._generate_single_turn(prompt_ids, images, fields, 1)
+        self.trainer.model.eval()  # continuous batching leaves it in training mode
         return prompt_ids, completion_ids
 
     def _log_probabilities(
@@ -269,9 +289,7 @@ class InitialPolicy:
     """A copy, in CPU memory, of a model's trained parameters (of this rank's part of them, where they are sharded)."""
 
     def __init__(self, model: nn.Module):
-        self.copies = {
-            name: storage(p).to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad
-        }
+        self.copies = {name: values.to("cpu", copy=True) for name, values in storages(model)}
 
     @contextmanager
     def in_place_of(self, model: nn.Module) -> Iterator[None]:
@@ -282,18 +300,26 @@ class InitialPolicy:
         finally:
             self._exchange(model)
 
-    @torch.no_grad()
     def _exchange(self, model: nn.Module) -> None:
-        for name, p in model.named_parameters():
-            if name in self.copies:
-                mine, theirs = self.copies[name], storage(p)
-                now = theirs.to("cpu", copy=True)
-                theirs.copy_(mine)
-                mine.copy_(now)
+        for name, theirs in storages(model):
+            mine = self.copies[name]
+            now = theirs.to("cpu", copy=True)
+            theirs.copy_(mine)
+            mine.copy_(now)
 
 
-def storage(p: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the parameter's values on this rank."""
-    p = getattr(p, "ds_tensor", p)  # DeepSpeed ZeRO-3
-    p = p.detach()
-    return p.to_local() if isinstance(p, DTensor) else p
+@torch.no_grad()
+def storages(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of the trained parameters, and the tensors that hold their values, or this rank's part of them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # some stay whole after a forward pass
+            module.reshard()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            values: Any = p
+            if hasattr(values, "ds_tensor"):  # DeepSpeed ZeRO-3, which keeps small parameters whole as well
+                if values.ds_status.name == "AVAILABLE":
+                    values.partition()
+                values = values.ds_tensor
+            values = values.detach()
+            yield name, values.to_local() if isinstance(values, DTensor) else values

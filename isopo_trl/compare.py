@@ -43,11 +43,14 @@ def read_log(path: str | os.PathLike) -> Log:
         file = max(found, key=lambda file: file.stat().st_mtime)
     try:
         log = json.loads(file.read_text())["log_history"]
+        curves = [curve(log, name) for name in CURVES]
+        if not all(isinstance(number, int | float) for pair in curves for numbers in pair for number in numbers):
+            raise TypeError("steps and values are numbers")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a {STATE} of a Trainer: give the output folder of a run.") from error
-    if not any(name in entry for entry in log for name in CURVES):
+    if not any(steps for steps, _ in curves):
         raise ValueError(f"{file} has none of {', '.join(CURVES)} in its log: is it a run of a GRPO-like trainer?")
     return log
 
@@ -75,10 +78,10 @@ def draw(logs: dict[str, Log], path: str | os.PathLike) -> None:
     figure = Figure(figsize=(1 + 3.8 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for panel, name in zip(panels, names, strict=True):
-        for run, log in logs.items():
+        for number, (run, log) in enumerate(logs.items()):
             steps, values = curve(log, name)
-            if steps:
-                panel.plot(steps, values, marker="o" if len(steps) < 30 else None, markersize=3, label=run)
+            marker = "o" if len(steps) < 30 else None
+            panel.plot(steps, values, marker=marker, markersize=3, color=f"C{number}", label=run)
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_title(CURVES[name], fontsize=10)
