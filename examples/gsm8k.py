@@ -174,7 +174,8 @@ def given(arguments: list[str], *names: str) -> list[str | None]:
 
 def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
     """All arguments, after saying which model and data set they mean, and why."""
-    trainer, model, dataset, name = given(arguments, "trainer", "model_name_or_path", "dataset", "dataset_name")
+    names = ("trainer", "rule", "model_name_or_path", "dataset", "dataset_name")
+    trainer, rule, model, dataset, name = given(arguments, *names)
     if (trainer or TRAINERS[0]) not in TRAINERS:
         raise ValueError(f"--trainer {trainer} is unknown: choose one of {', '.join(TRAINERS)}.")
     model, dataset, reason = choose(model, dataset or name)
@@ -186,7 +187,7 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
     if model == EMBEDDED:
-        defaults |= SMALL
+        defaults |= SMALL if rule != "none" else {**SMALL, "regularization": None}
     parser.set_defaults_with_config(**defaults)
     *parsed, rest = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in OWN]
@@ -360,9 +361,11 @@ def main(arguments: list[str]) -> int:
     report(trainer, validation, time.monotonic() - start)
     trainer.save_state()
     trainer.save_model()
-    trainer.create_model_card(dataset_name=None if os.path.exists(script_args.dataset) else script_args.dataset)
+    local = script_args.dataset == EMBEDDED or script_args.dataset.startswith(embedded.PREFIX)
+    dataset = None if local or os.path.exists(script_args.dataset) else script_args.dataset
+    trainer.create_model_card(dataset_name=dataset)
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset)
+        trainer.push_to_hub(dataset_name=dataset)
     say(f"Model: {args.output_dir}")
     if hasattr(trainer, "end"):  # transformers 5.18 and later: trackers and process group
         trainer.end()

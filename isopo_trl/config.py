@@ -49,7 +49,8 @@ class ISOPOConfig(GRPOConfig):
             Decay of the running means `E`, per optimizer step.
         keep_small (`bool`, *optional*, defaults to `False`):
             Regularise by `sqrt(x^2 / (lambda E[x^2]) + 1)` instead of `reg2`, as the author's code can: sequences
-            whose norm is small compared with the running mean keep their size. Requires `regularization > 0`.
+            whose norm is small compared with the running mean keep their size. Requires `regularization > 0`. The two
+            differ by a factor per layer, which `scale="relative"` divides out: it matters with `scale="paper"`.
         fisher_samples (`int`, *optional*, defaults to `64`):
             Number of token positions per microbatch at which the Fisher metric is taken (250 in the author's code).
             More than there are means all of them.

@@ -114,6 +114,7 @@ def test_without_arguments_the_embedded_model_is_trained(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "nothing was asked for, and there is no GPU" in done.stdout
     assert "validation accuracy" in done.stdout and "Calculate" in done.stdout
+    assert "huggingface.co/datasets" not in (tmp_path / "README.md").read_text()
     assert {"adapter_model.safetensors", "validation.png", "README.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
@@ -133,6 +134,14 @@ def test_trainers_share_everything_but_the_method(gsm8k, given, tmp_path):
     for trainer in trainers.values():
         assert trainer.args.learning_rate == 0.003 and trainer.reward_weights.tolist() == pytest.approx([1, 0.2])
         assert len(trainer.train_dataset) == 11
+
+
+def test_every_rule_can_be_tried_on_the_embedded_default(gsm8k):
+    for rule in ("fisher", "npg", "fig4", "euclidean", "interacting", "none"):
+        _, args, model_args = gsm8k.read_arguments(["--rule", rule])
+        assert args.rule == rule and model_args.use_peft and args.max_steps == 18
+    _, args, _ = gsm8k.read_arguments(["--trainer", "reinforce"])
+    assert args.rule == "none" and args.regularization is None
 
 
 def test_the_method_alone_names_the_output_folder(gsm8k, given):
