@@ -1,5 +1,6 @@
 """Validation while training: what is measured is what it says, and training does not notice."""
 
+import asyncio
 import copy
 import json
 import struct
@@ -331,6 +332,14 @@ def test_a_reward_function_that_training_takes_is_taken_by_validation(reward, tm
     trainer.train()
     assert logged(trainer, FIGURES[0])[0] == pytest.approx(sum(tiny.reward(callback.completions[0])) / 3)
     assert not logged(trainer, "of validation")
+
+
+def test_an_asynchronous_reward_function_is_taken_in_a_notebook_too(tmp_path):
+    async def cell():  # of a notebook, which runs in an event loop
+        return callback.validate()
+
+    _, callback = validating(tmp_path, reward=asynchronous, kl_prompts=0)
+    assert asyncio.run(cell())[FIGURES[0]] == pytest.approx(sum(tiny.reward(callback.completions[0])) / 3)
 
 
 # KL divergence

@@ -64,6 +64,10 @@ BROKEN = {
     "null log": ('{"log_history": null}', "is not a trainer_state.json"),
     "log of text": ('{"log_history": ["reward"]}', "is not a trainer_state.json"),
     "line without step": ('{"log_history": [{"reward": 1.0}]}', "is not a trainer_state.json"),
+    "last line without step": (
+        '{"log_history": [{"reward": 1.0, "step": 1}, {"loss": 1.0}]}',
+        "is not a trainer_state",
+    ),
     "reward of text": ('{"log_history": [{"step": 1, "reward": "much"}]}', "is not a trainer_state.json"),
     "empty log": ('{"log_history": []}', "has none of reward, validation/accuracy, validation/kl"),
     "another trainer": ('{"log_history": [{"loss": 1.0, "step": 1}]}', "has none of reward"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from peft import get_peft_model
 
 from isopo_trl.callbacks import ValidationCallback
@@ -22,15 +23,25 @@ WORKER = Path(__file__).with_name("validation_worker.py")
 
 pytestmark = pytest.mark.distributed
 
-RUNS = {"ddp-full": "DistributedDataParallel", "fsdp2-full": "FSDPQwen3ForCausalLM", "zero3-lora": "DeepSpeedEngine"}
-if importlib.util.find_spec("deepspeed") is None:
-    del RUNS["zero3-lora"]
+RUNS = {"ddp-full": "DistributedDataParallel", "fsdp2-full": "FSDPQwen3ForCausalLM"}
+if importlib.util.find_spec("deepspeed") is not None:
+    RUNS |= {"zero3-lora": "DeepSpeedEngine", "zero3-full": "DeepSpeedEngine"}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What each run left on each of two ranks; one launch for all of them, most of which is spent on imports."""
-    output = tmp_path_factory.mktemp("validation") / "results.pt"
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the workers share
+    output = folder / "validation.pt"
+    with FileLock(f"{output}.lock"):
+        if not output.exists():
+            launch(output)
+    return torch.load(output)
+
+
+def launch(output):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -40,7 +51,6 @@ def results(tmp_path_factory):
     command = [*launcher, str(WORKER), str(output), *RUNS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(output)
 
 
 def ranks(results, run):

@@ -3,7 +3,8 @@
 validation_worker.py OUTPUT MODE-WEIGHTS... with the mode one of ddp, fsdp2, zero3, and the weights full or lora
 
 Every run is a real `ISOPOTrainer.train()`. One thing is forced: Accelerate does not shard on CPUs, so for `fsdp2` it
-is told to, once it has set itself up for processes on them. How it shards is its own.
+is told to, once it has set itself up for processes on them. How it shards is its own. With `zero3-full`, generation
+gathers one layer after the other, not the whole model as by default.
 """
 
 import contextlib
@@ -103,6 +104,7 @@ def train(output, mode, weights):
         lr_scheduler_type="constant",
         save_strategy="no",
         deepspeed=config if mode == "zero3" else None,
+        ds3_gather_for_generation=weights == "lora",
     )
     model, adapter = build(weights)
     trainer = (Sharded if mode == "fsdp2" else ISOPOTrainer)(
