@@ -249,7 +249,10 @@ class ValidationCallback(TrainerCallback):
             yield self.dataset[[min(place, count - 1) for place in batch]], [place < count for place in batch]
 
     def _over_ranks(self, sums: torch.Tensor) -> list[float]:
-        return self.trainer.accelerator.reduce(sums.to(self.trainer.accelerator.device), reduction="sum").tolist()
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:  # on a device that may have no float64
+            return sums.tolist()
+        return accelerator.reduce(sums.to(accelerator.device), reduction="sum").tolist()
 
     @contextmanager
     def _own_random_stream(self) -> Iterator[None]:
