@@ -3,14 +3,15 @@
 import asyncio
 import copy
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
@@ -42,9 +43,9 @@ class ValidationCallback(TrainerCallback):
     trainer's own generation, vLLM included, and the random streams of training are left alone (but for vLLM's own).
 
     The KL divergence is that of completions sampled from the policy, `sum_t (exp(d_t) - 1 - d_t)` with `d_t = log
-    pi_initial - log pi` at each of their tokens: unbiased, never negative, and zero at the start. The initial policy
-    is a copy of the trained parameters (with LoRA, the adapter alone), kept in CPU memory and put in the model's place
-    for one forward pass.
+    pi_initial - log pi` at each of their tokens: never negative, zero at the start, and unbiased where nothing but the
+    temperature (no `top_k`, `top_p` ...) shapes the sampling. The initial policy is a copy of the trained parameters
+    (with LoRA, the adapter alone), kept in CPU memory and put in the model's place for one forward pass.
 
     Example:
 
@@ -94,8 +95,9 @@ class ValidationCallback(TrainerCallback):
                 "ValidationCallback completes each prompt once, which is not what tools, environments or a "
                 "`rollout_func` do: pass an `eval_dataset` to the trainer instead."
             )
+        if trainer._is_vlm and kl_prompts:
+            raise ValueError("The KL divergence of a vision-language model is not supported: set kl_prompts=0.")
         args: Any = trainer.args
-        model: Any = trainer.model
         self.trainer: Any = trainer
         self.dataset = dataset
         self.reward_func = reward_func
@@ -109,12 +111,12 @@ class ValidationCallback(TrainerCallback):
         self._sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         self._initial: InitialPolicy | None = None
         if self.kl_prompts and not self._sharded:
-            self._initial = InitialPolicy(model)
+            self._initial = InitialPolicy(trainer)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.completions.clear()
         if self._sharded and self.kl_prompts and state.global_step == 0:
-            self._initial = InitialPolicy(self.trainer.model)
+            self._initial = InitialPolicy(self.trainer)
         elif self._sharded and self.kl_prompts:
             logger.warning(
                 "The KL divergence from the initial policy is not measured in this run: it resumes from a checkpoint, "
@@ -168,7 +170,7 @@ class ValidationCallback(TrainerCallback):
                 for text, reward, ids, counts in zip(batch, rewards, completion_ids, real, strict=True):
                     if counts:
                         texts.append(text)
-                        scored = reward is not None
+                        scored = reward is not None and not math.isnan(reward)
                         sums += torch.tensor([reward if scored else 0.0, scored, len(ids), 1.0], dtype=torch.float64)
         self.completions[step] = texts
         total, scored_count, length, count = self._over_ranks(sums)
@@ -178,7 +180,9 @@ class ValidationCallback(TrainerCallback):
         self, rows: dict[str, list[Any]], completions: list[Any], completion_ids: list[list[int]]
     ) -> list[Any]:
         """The reward function called as TRL calls it, but for what it would log."""
-        columns = {name: column for name, column in rows.items() if name != "prompt"}
+        columns = {
+            name: column for name, column in rows.items() if name not in ("prompt", "completion", "completion_ids")
+        }
         rewards: Any = self.reward_func(
             prompts=rows["prompt"],
             completions=completions,
@@ -188,7 +192,10 @@ class ValidationCallback(TrainerCallback):
             log_metric=lambda *_: None,
             **columns,
         )
-        return asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards
+        if inspect.iscoroutine(rewards):
+            with ThreadPoolExecutor(1) as thread:  # in a notebook, this one has an event loop already
+                return thread.submit(asyncio.run, rewards).result()
+        return rewards
 
     def _kl(self, initial: "InitialPolicy") -> float:
         batches = []
@@ -196,12 +203,12 @@ class ValidationCallback(TrainerCallback):
             for rows, real in self._batches(self.kl_prompts):
                 batches.append((*self._complete(rows["prompt"]), real))
         now = [self._log_probabilities(*batch[:2]) for batch in batches]
-        with initial.in_place_of(self.trainer.model):
+        with initial.in_place_of(self.trainer):
             then = [self._log_probabilities(*batch[:2]) for batch in batches]
         sums = torch.zeros(2, dtype=torch.float64)
         for (*_, real), (logps, mask), (initial_logps, _) in zip(batches, now, then, strict=True):
-            difference = (initial_logps - logps).double()
-            kl = ((difference.exp() - 1 - difference) * mask).sum(1).cpu()
+            difference = (initial_logps - logps).cpu().double()
+            kl = ((difference.exp() - 1 - difference) * mask.cpu()).sum(1)
             sums += torch.stack([kl[torch.tensor(real)].sum(), torch.tensor(float(sum(real)))])
         total, count = self._over_ranks(sums)
         return total / count
@@ -291,20 +298,20 @@ class ValidationCallback(TrainerCallback):
 class InitialPolicy:
     """A copy, in CPU memory, of a model's trained parameters (of this rank's part of them, where they are sharded)."""
 
-    def __init__(self, model: nn.Module):
-        self.copies = {name: values.to("cpu", copy=True) for name, values in storages(model)}
+    def __init__(self, trainer: Any):
+        self.copies = {name: values.to("cpu", copy=True) for name, values in storages(trainer)}
 
     @contextmanager
-    def in_place_of(self, model: nn.Module) -> Iterator[None]:
+    def in_place_of(self, trainer: Any) -> Iterator[None]:
         """The copies take the place of the model's parameters, which come back afterwards."""
-        self._exchange(model)
+        self._exchange(trainer)
         try:
             yield
         finally:
-            self._exchange(model)
+            self._exchange(trainer)
 
-    def _exchange(self, model: nn.Module) -> None:
-        for name, theirs in storages(model):
+    def _exchange(self, trainer: Any) -> None:
+        for name, theirs in storages(trainer):
             mine = self.copies[name]
             now = theirs.to("cpu", copy=True)
             theirs.copy_(mine)
@@ -312,17 +319,22 @@ class InitialPolicy:
 
 
 @torch.no_grad()
-def storages(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def storages(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Names of the trained parameters, and the tensors that hold their values, or this rank's part of them."""
+    model = trainer.model
     for module in model.modules():
         if isinstance(module, FSDPModule):  # some stay whole after a forward pass
             module.reshard()
+    offload = getattr(getattr(trainer.model_wrapped, "optimizer", None), "parameter_offload", None)
+    if offload is not None:  # DeepSpeed ZeRO-3: some are whole, some on their way
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()  # as TRL does after a generation
+        coordinator.release_and_reset_all(offload.module)
     for name, p in model.named_parameters():
         if p.requires_grad:
             values: Any = p
             if hasattr(values, "ds_tensor"):  # DeepSpeed ZeRO-3, which keeps small parameters whole as well
-                if values.ds_status.name == "AVAILABLE":
-                    values.partition()
                 values = values.ds_tensor
             values = values.detach()
             yield name, values.to_local() if isinstance(values, DTensor) else values

@@ -44,7 +44,8 @@ def read_log(path: str | os.PathLike) -> Log:
     try:
         log = json.loads(file.read_text())["log_history"]
         curves = [curve(log, name) for name in CURVES]
-        if not all(isinstance(number, int | float) for pair in curves for numbers in pair for number in numbers):
+        columns = [[entry["step"] for entry in log], *(values for _, values in curves)]
+        if not all(isinstance(number, int | float) for column in columns for number in column):
             raise TypeError("steps and values are numbers")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}.") from error
