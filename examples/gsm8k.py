@@ -193,7 +193,11 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in OWN]
     if unknown or (rest and trainer != "grpo"):
         raise ValueError(f"{' '.join(unknown or rest)} is not an argument of this script: see --help.")
+    if rest:
+        say(f"Not used by GRPO: {' '.join(rest)}.")
     script_args, args, model_args = parsed
+    if script_args.dataset_streaming or script_args.ignore_bias_buffers:
+        raise ValueError("--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.")
     script_args.dataset, model_args.model_name_or_path = dataset, model
     if trainer == "reinforce":
         for own in fields(ISOPOConfig):

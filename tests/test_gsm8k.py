@@ -121,13 +121,15 @@ def test_without_arguments_the_embedded_model_is_trained(tmp_path):
 # What the arguments mean
 
 
-def test_trainers_share_everything_but_the_method(gsm8k, given, tmp_path):
+def test_trainers_share_everything_but_the_method(gsm8k, given, tmp_path, capsys):
     trainers = {}
     for name in ("isopo", "reinforce", "grpo"):
         config = tmp_path / "fig4.yaml"
         config.write_text("rule: fig4\nregularization: 0.5\nlearning_rate: 0.003\n")
         arguments = ["--config", str(config), *given, f"--output_dir={tmp_path / name}", f"--trainer={name}"]
         trainers[name], _ = built(gsm8k, arguments)
+    said = capsys.readouterr().out
+    assert said.count("Not used by GRPO") == 1 and "--rule fig4" in said and "--regularization 0.5" in said
     assert [type(trainer) for trainer in trainers.values()] == [ISOPOTrainer, ISOPOTrainer, GRPOTrainer]
     assert [getattr(trainer.args, "rule", None) for trainer in trainers.values()] == ["fig4", "none", None]
     assert trainers["isopo"].args.regularization == 0.5 and trainers["reinforce"].args.regularization is None
@@ -198,6 +200,7 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "--trainer ppo is unknown" in refused(gsm8k, capsys, [*given, "--trainer", "ppo"])
     assert "--nonsense is not an argument" in refused(gsm8k, capsys, [*given, "--nonsense", "1"])
     assert "--nonsense is not an argument" in refused(gsm8k, capsys, [*given, "--trainer=grpo", "--nonsense", "1"])
+    assert "--dataset_streaming" in refused(gsm8k, capsys, [*given, "--dataset_streaming"])
     assert "epsilon" in refused(gsm8k, capsys, [*given, "--epsilon=0.1"])
     (tmp_path / "list.yaml").write_text("- rule\n")
     assert "list.yaml" in refused(gsm8k, capsys, [*given, "--config", str(tmp_path / "list.yaml")])
