@@ -92,6 +92,7 @@ class ISOPO:
         self._verified = False
         self._last: tuple[Ledger, list[int]] | None = None
         self._running: RunningStatistics | None = None
+        self._plain: RunningStatistics | None = None
         self._loaded: dict[str, Any] | None = None
         self._model = model
         self._checked = False
@@ -198,6 +199,31 @@ class ISOPO:
         if self._head is not None:
             _install_head(self._head)
         return self.current
+
+    def unscaled(self, term: torch.Tensor) -> None:
+        """
+        Add the gradient of a loss term that carries no advantage, such as a KL or entropy term, to the microbatch
+        under way: it reaches the parameters as it is. Call between the forward and the backward of the loss, which
+        must not contain the term. Costs one more backward pass.
+
+        Args:
+            term (`torch.Tensor`):
+                Scalar, computed from the same forward pass as the loss.
+        """
+        microbatch = self.current
+        if microbatch is None:
+            raise RuntimeError("`unscaled` was called outside of a microbatch: call it before the loss's backward.")
+        if any(microbatch.reached):
+            raise RuntimeError("`unscaled` was called after the loss's backward had begun: call it before.")
+        if not microbatch.touched:
+            raise RuntimeError(
+                "No trained layer took part in the forward with gradients, so `unscaled` has nothing to go back "
+                "through. With gradient checkpointing, use the variant with `use_reentrant=False`."
+            )
+        if self._plain is None:
+            rule = Rule(name="none")
+            self._plain = RunningStatistics(len(self.layers), self.regularization_decay, rule, term.device)
+        microbatch.unscaled(term, self._plain)
 
     def end(self) -> None:
         """

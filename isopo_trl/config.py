@@ -1,6 +1,7 @@
 """Configuration of the [`ISOPOTrainer`]."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -10,6 +11,7 @@ from .geometry.coefficients import Rule
 
 # Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+TOKEN_WEIGHTS = ("none", "sampler", "p3o", "kpo")
 SAMPLER_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -23,8 +25,8 @@ class ISOPOConfig(GRPOConfig):
     Euclidean norm of its log-probability gradient at a layer, and its coefficient is `c_s = A_s f_s` with `f =
     reg2(F)^p reg2(N)^q reg2(F/N)^r` and `reg2(x) = sqrt(x^2 + lambda E[x^2])`.
 
-    ISOPO has no old policy, no clipping and no term in the loss that does not carry an advantage. Settings that ask
-    for one of these are refused, with the alternative named.
+    ISOPO has no old policy, no clipping (but for `token_weights="kpo"`) and no term in the loss that does not carry an
+    advantage (but for P3O's pull). Settings that ask for one of these are refused, with the alternative named.
 
     Parameters:
         rule (`str`, *optional*, defaults to `"fisher"`):
@@ -58,16 +60,42 @@ class ISOPOConfig(GRPOConfig):
             `"relative"` divides `f` by `E[f x] / E[x]`, where x is the norm that the rule is about, and multiplies the
             interacting coefficients by `c0`: coefficients are of order one, so that the learning rate, `max_grad_norm`
             and gradient accumulation mean what they mean in GRPO. `"paper"` is the formula to the letter.
+        token_weights (`str`, *optional*):
+            How much each token of off-policy data counts, from the ratio `r = pi / pi_behaviour` to the policy that
+            drew it: an older one, or the same one in other arithmetic or at another temperature. Its log-probabilities
+            are the sampler's own. Works with every rule. Possible values are:
+
+            - `"none"`: every token counts the same.
+            - `"sampler"`: `min(r, cap)`, or as `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` say, also
+              without vLLM.
+            - `"p3o"`: [P3O](https://huggingface.co/papers/2605.12380). `min(r, ESS)` and a pull `(1 - ESS) KL(pi ||
+              pi_behaviour)`, with the normalised effective sample size ESS of the step's tokens. Where data is
+              off-policy, the pull costs another backward pass (none with `rule="none"`). The tokens being drawn by
+              the behaviour policy, its gradient is that of `log pi` times `r log r`; `use_bias_correction_kl=False`
+              ignores that, as the code of P3O's authors does (`1 - 1 / r`).
+            - `"kpo"`: [KPO](https://huggingface.co/papers/2602.10609). The objective `min(r A, clip(r) A)` with `log
+              r` passed through a Kalman filter along the completion.
+
+            If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction`, else `"none"`.
+        kpo_gain (`float`, *optional*):
+            Fixed gain in place of the Kalman filter's schedule, in (0, 1].
+        kpo_initial_variance (`float`, *optional*, defaults to `1.0`):
+            Variance P_0 of the filter's initial state, in units of the observation noise V. With `0`, as in the code
+            that KPO's authors published, gains rise from `kpo_process_noise` instead of falling from 1/2.
+        kpo_process_noise (`float`, *optional*, defaults to `1e-6`):
+            Process noise Q of the filter, in units of V. Gains tend to about its square root.
+        kpo_stop_gradient (`bool`, *optional*, defaults to `False`):
+            Whether to take no gradient through the filter, as the code that KPO's authors published does: token t is
+            weighted by its own filtered ratio, instead of by those of all later tokens that it takes part in.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
             `RLOOTrainer` does. Required for `beta != 0`: a KL term in the loss carries no advantage, so it cannot take
-            part in ISOPO's single backward pass (and `use_bias_correction_kl`, which is about such a term, has no
-            effect). Costs a forward pass of the reference model per generation, and one of the policy where the
-            sampler does not return log-probabilities.
+            part in ISOPO's single backward pass. Costs a forward pass of the reference model per generation, and one
+            of the policy where the sampler does not return log-probabilities.
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
-    > `"luspo"`.
+    > `"luspo"`. `epsilon` and `epsilon_high` are for `token_weights="kpo"`, and then 0.0003 and 0.0004 if not given.
     """
 
     rule: str = field(
@@ -117,6 +145,26 @@ class ISOPOConfig(GRPOConfig):
             "'paper': the formula to the letter."
         },
     )
+    token_weights: str | None = field(
+        default=None,
+        metadata={
+            "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
+            "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
+            "Kalman-filtered ratios). If `None`, 'sampler' where vLLM generates with its correction, else 'none'."
+        },
+    )
+    kpo_gain: float | None = field(
+        default=None, metadata={"help": "Fixed gain in place of the Kalman filter's schedule, in (0, 1]."}
+    )
+    kpo_initial_variance: float = field(
+        default=1.0, metadata={"help": "Variance of KPO's initial state, in units of the observation noise."}
+    )
+    kpo_process_noise: float = field(
+        default=1e-6, metadata={"help": "Process noise of KPO's filter, in units of the observation noise."}
+    )
+    kpo_stop_gradient: bool = field(
+        default=False, metadata={"help": "Whether to take no gradient through KPO's filter."}
+    )
     kl_in_reward: bool = field(
         default=False,
         metadata={
@@ -127,6 +175,14 @@ class ISOPOConfig(GRPOConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.token_weights is None:
+            corrected = self.use_vllm and self.vllm_importance_sampling_correction
+            self.token_weights = "sampler" if corrected else "none"
+        if self.token_weights == "kpo":
+            if self.epsilon == _default("epsilon"):
+                self.epsilon = 0.0003
+            if self.epsilon_high is None:
+                self.epsilon_high = 0.0004
         self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
         for unsupported, message in self._refusals():
@@ -145,13 +201,66 @@ class ISOPOConfig(GRPOConfig):
             scale=self.scale,
         )
 
+    def _given(self, *names: str) -> list[str]:
+        """Those of the settings that are not at their defaults, as `name=value`."""
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != _default(name)]
+
     def _refusals(self) -> list[tuple[bool, str]]:
-        clipping = [
-            f"{name}={getattr(self, name)}"
-            for name in ("epsilon", "epsilon_high", "delta")
-            if getattr(self, name) != GRPOConfig.__dataclass_fields__[name].default
-        ]
+        kpo = self.token_weights == "kpo"
+        clipping = self._given("delta") if kpo else self._given("epsilon", "epsilon_high", "delta")
+        schedule = self._given("kpo_initial_variance", "kpo_process_noise")
+        of_kpo = [*self._given("kpo_gain", "kpo_stop_gradient"), *schedule]
         return [
+            (
+                self.token_weights not in TOKEN_WEIGHTS,
+                f"token_weights={self.token_weights!r} is unknown: choose one of "
+                f"{', '.join(map(repr, TOKEN_WEIGHTS))}.",
+            ),
+            (
+                bool(of_kpo) and not kpo,
+                f"{', '.join(of_kpo)} is a setting of KPO, but token_weights={self.token_weights!r}: remove it, or "
+                "set token_weights='kpo'.",
+            ),
+            (
+                self.kpo_gain is not None and not 0 < self.kpo_gain <= 1,
+                f"kpo_gain={self.kpo_gain} must lie in (0, 1]: it is the weight of the newest ratio in the average.",
+            ),
+            (
+                self.kpo_gain is not None and bool(schedule),
+                f"kpo_gain={self.kpo_gain} is a fixed gain in place of the schedule that {', '.join(schedule)} is "
+                "for: give either the one or the other.",
+            ),
+            (
+                self.kpo_initial_variance < 0 or self.kpo_process_noise < 0,
+                f"kpo_initial_variance={self.kpo_initial_variance} and kpo_process_noise={self.kpo_process_noise} are "
+                "variances: neither can be negative.",
+            ),
+            (
+                self.kpo_initial_variance == 0 and self.kpo_process_noise == 0,
+                "kpo_initial_variance=0 and kpo_process_noise=0 make a filter that never looks at a ratio: raise one "
+                "of them.",
+            ),
+            (
+                kpo and not (0 <= self.epsilon and (self.epsilon_high or 0) >= 0),
+                f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} are distances from 1 at which filtered "
+                "ratios are clipped: neither can be negative.",
+            ),
+            (
+                kpo and self.off_policy_mask_threshold is not None,
+                "off_policy_mask_threshold drops sequences by their unfiltered ratios, which token_weights='kpo' does "
+                "not use: leave the threshold unset.",
+            ),
+            (
+                self.token_weights in ("p3o", "kpo") and self.importance_sampling_level != "token",
+                f"importance_sampling_level={self.importance_sampling_level!r} averages ratios over a sequence, but "
+                f"token_weights={self.token_weights!r} is made of tokens' ratios: set "
+                "importance_sampling_level='token'.",
+            ),
+            (
+                self.token_weights == "sampler" and not self.vllm_importance_sampling_correction,
+                "token_weights='sampler' is the correction that vllm_importance_sampling_correction=False turns off: "
+                "remove one of the two.",
+            ),
             (
                 self.loss_type not in LOSS_TYPES,
                 f"loss_type={self.loss_type!r} is defined by the ratio to an old policy, which ISOPO does not "
@@ -161,7 +270,7 @@ class ISOPOConfig(GRPOConfig):
             (
                 bool(clipping),
                 f"{', '.join(clipping)} sets a clipping range, but ISOPO has no old policy and no clipping: remove it "
-                "(each sequence's step is bounded by `rule`).",
+                "(each sequence's step is bounded by `rule`; token_weights='kpo' clips filtered ratios).",
             ),
             (
                 self.beta != 0.0 and not self.kl_in_reward,
@@ -208,3 +317,7 @@ class ISOPOConfig(GRPOConfig):
                 "(or neither).",
             ),
         ]
+
+
+def _default(name: str) -> Any:
+    return ISOPOConfig.__dataclass_fields__[name].default

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from .geometry import kernels
 from .geometry.coefficients import Ledger, Rule, coefficients
@@ -29,6 +30,8 @@ class Microbatch:
         loss_scale (`float`): constant that the loss carries.
         scored (`torch.Tensor`, *optional*): `[B, C]`, which of the last `C` predictions (positions `T - 1 - C` to `T -
             2`) are scored by TRL's fused LM head.
+
+    While `recording`, layers work for the `plain` microbatch beside this one, in which no sequence is rescaled.
     """
 
     shape: tuple[int, int]
@@ -42,6 +45,9 @@ class Microbatch:
     ledger: Ledger = field(init=False)
     reached: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
+    touched: list[torch.Tensor] = field(init=False, default_factory=list)
+    plain: "Microbatch | None" = field(init=False, default=None)
+    recording: bool = field(init=False, default=False)
     _fused: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
@@ -66,6 +72,32 @@ class Microbatch:
             )
         self.reached[index] += 1
         return self.ledger
+
+    def touch(self, module: nn.Module) -> None:
+        """Note a trained parameter of each layer in the graph, through which the layer's backward can be asked for."""
+        # As the module has it now: FSDP exchanges parameters between forward and backward
+        for p in module._parameters.values():
+            if p is not None and p.requires_grad:
+                self.touched.append(p)
+                return
+
+    def unscaled(self, term: torch.Tensor, plain: RunningStatistics) -> None:
+        """
+        Run the backward of a loss `term` that carries no advantage, and keep its gradients until the loss's own.
+
+        Args:
+            term (`torch.Tensor`): scalar.
+            plain ([`RunningStatistics`]): those of rule `"none"`, for as many layers.
+        """
+        if self.plain is None:
+            ones = torch.ones_like(self.advantages)
+            self.plain = Microbatch(self.shape, self.sequences, None, ones, plain.rule, plain, scored=self.scored)
+        self.recording = True
+        try:
+            # Asked for as the gradient of parameters, so that it is returned (as None) instead of accumulated
+            torch.autograd.grad(term, self.touched, retain_graph=True, allow_unused=True)
+        finally:
+            self.recording = False
 
     def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[m]` of layer `index`, kept for the running means and the log."""

@@ -19,7 +19,17 @@ from trl.trainer.utils import get_config_model_id
 from . import model_card
 from .attach import ISOPO
 from .config import ISOPOConfig
-from .objectives import sampler_weights
+from .generation import recording
+from .objectives import (
+    batch_figures,
+    filtered,
+    kalman_gains,
+    kl_pull,
+    p3o_weights,
+    ratio_sums,
+    sampler_weights,
+    token_gains,
+)
 
 
 logger = get_logger(__name__)
@@ -35,8 +45,9 @@ class ISOPOTrainer(GRPOTrainer):
     pi-old](https://huggingface.co/papers/2512.23353).
 
     With respect to [`~trl.GRPOTrainer`], the backward pass rescales each sequence's log-probability gradient, layer by
-    layer, before it meets the advantage (see [`ISOPOConfig`]), and no old-policy log-probabilities are computed in any
-    setting. Everything else (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
+    layer, before it meets the advantage (see [`ISOPOConfig`]), and no pass over the data is made for an old policy's
+    log-probabilities: where `token_weights` need the behaviour policy's, they are the sampler's own. Everything else
+    (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
 
     Example:
 
@@ -103,8 +114,11 @@ class ISOPOTrainer(GRPOTrainer):
                 "off_policy_mask_threshold compares with the sampler's log-probabilities, which only vLLM or a "
                 "`rollout_func` returns: set use_vllm=True, or leave the threshold unset."
             )
-        # Inputs of the loss under way; the forward pass inside it adds the sampler's correction
+        # Inputs of the loss under way; the forward pass inside it adds the token weights
         self._loss_inputs: dict[str, Any] | None = None
+        # Sums over the step's tokens, so far, and the step after which they were generated
+        self._ratio_sums: torch.Tensor | None = None
+        self._generated_after = -1
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -130,6 +144,20 @@ class ISOPOTrainer(GRPOTrainer):
             scale=args.scale,
             seed=args.seed,
         )
+        # Whether tokens are drawn from the very distribution that the loss scores
+        self._sampler_is_policy = (
+            not self.use_vllm
+            and self.rollout_func is None
+            and not args.generation_kwargs
+            and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
+        )
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        if args.token_weights == "p3o" and any(self.isopo.rule.needs) and args.gradient_checkpointing:
+            if checkpointing.get("use_reentrant"):
+                raise ValueError(
+                    "token_weights='p3o' goes back through the model twice, which reentrant checkpointing cannot do: "
+                    "set gradient_checkpointing_kwargs={'use_reentrant': False}."
+                )
         if args.kl_in_reward:
             self._reference: dict[str, Any] = {}
             # New lists: TRL keeps the ones it was given
@@ -147,6 +175,7 @@ class ISOPOTrainer(GRPOTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self.isopo.abort()
+            self._ratio_sums = None
             raise
         self.isopo.end()
         if self.accelerator.sync_gradients:
@@ -167,18 +196,22 @@ class ISOPOTrainer(GRPOTrainer):
                 "returned none: return `logprobs`, or leave the threshold unset."
             )
         train = torch.is_grad_enabled()
+        method = self.args.token_weights
+        # Without statistics there is nothing to rescale, and P3O's two parts can go back together
+        joint = method == "p3o" and not any(self.isopo.rule.needs)
         if train:
             # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
             sign = torch.where(advantages < 0, -1.0, 1.0).to(advantages.dtype).requires_grad_()
             inputs["advantages"] = sign
             mask = inputs["completion_mask"]
             self.isopo.begin(
-                advantages.abs(),
+                torch.ones_like(advantages) if joint else advantages.abs(),
                 attention_mask=torch.cat([inputs["prompt_mask"], mask], dim=1),
                 completion_mask=mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
             )
-        with self._no_kl_in_loss():
+        weighted = method in ("sampler", "p3o")  # TRL multiplies by weights where it thinks that they are vLLM's
+        with self._settings(beta=0.0, use_vllm=weighted, vllm_importance_sampling_correction=weighted):
             self._loss_inputs = inputs
             try:
                 loss = super()._compute_loss(model, inputs)
@@ -195,8 +228,21 @@ class ISOPOTrainer(GRPOTrainer):
         if not train:
             return loss
         # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        (slope,) = torch.autograd.grad(loss, sign, retain_graph=True)
+        weights = [inputs["importance_sampling_ratio"]] if method == "p3o" else []
+        slope, *by_weight = torch.autograd.grad(loss, [sign, *weights], retain_graph=True)
         value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
+        if method == "p3o":
+            logps, ess = inputs["logps"], inputs["ess"].to(value.dtype)
+            # By what the loss multiplies a token: its normalisation, and TRL's masks
+            share = -by_weight[0] * sign.detach().unsqueeze(1)
+            kl, kl_slope = kl_pull(inputs["log_ratio"], self.args.use_bias_correction_kl)
+            value = value + (share * (1 - ess) * kl).sum()
+            pull = share * (1 - ess) * kl_slope
+            if joint:
+                policy = share * weights[0].detach() * advantages.unsqueeze(1)
+                loss = ((pull - policy) * logps).sum()
+            elif ess < 1:
+                self.isopo.unscaled((pull * logps).sum())
         return loss + (value - loss).detach()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
@@ -210,12 +256,66 @@ class ISOPOTrainer(GRPOTrainer):
             return logps, entropies, aux_loss
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         inputs["broken"] = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            inputs["importance_sampling_ratio"] = self._sampler_correction(logps.detach(), inputs, mask)
+        behaviour = self._behaviour_logps(logps.detach(), inputs)
+        inputs.pop("old_per_token_logps", None)  # TRL would take the ratio to it
+        if self.args.token_weights != "none":
+            logps = self._weigh_tokens(logps, behaviour, mask, inputs)
         return logps, entropies, aux_loss
 
-    def _sampler_correction(self, logps, inputs, mask):
-        sampler_logps = inputs["sampling_per_token_logps"]
+    # Token weights
+
+    def _behaviour_logps(self, logps, inputs):
+        """Log-probabilities under the policy that drew the tokens; NaN where nobody knows."""
+        sampler = inputs.get("sampling_per_token_logps")
+        fresh = not self.model.training or self.state.global_step == self._generated_after
+        if sampler is not None and not (fresh and self._sampler_is_policy):
+            return sampler
+        return logps if fresh else inputs.get("old_per_token_logps", logps)
+
+    def _weigh_tokens(self, logps, behaviour, mask, inputs):
+        """Put the weights into the inputs of the loss, and return what takes the place of `logps` there."""
+        log_ratio = torch.where(torch.isnan(behaviour), logps - logps.detach(), logps - behaviour)
+        log_ratio = torch.where(mask.bool(), log_ratio, 0)
+        sums = ratio_sums(log_ratio, mask)
+        method = self.args.token_weights
+        if method == "kpo":
+            rho = self._filtered(log_ratio, mask)
+            sums = torch.cat([sums, (rho.detach().exp() * mask).sum(dtype=sums.dtype).unsqueeze(0)])
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        if self.model.training:
+            # Over the step's microbatches up to this one: the later ones have not been seen
+            self._ratio_sums = sums = sums if self._ratio_sums is None else self._ratio_sums + sums
+        else:
+            self._log_ratios("eval", sums)
+        if method == "kpo":
+            if self.args.kpo_stop_gradient:
+                rho = rho.detach() + (logps - logps.detach())
+            inputs["old_per_token_logps"] = torch.zeros_like(logps)
+            return rho
+        if method == "p3o":
+            ess = batch_figures(sums)["ess"]
+            weights = p3o_weights(log_ratio, ess).requires_grad_(torch.is_grad_enabled())
+            inputs.update(importance_sampling_ratio=weights, logps=logps, log_ratio=log_ratio.detach(), ess=ess)
+        else:
+            inputs["importance_sampling_ratio"] = self._sampler_correction(logps.detach(), behaviour, mask)
+        return logps
+
+    def _filtered(self, log_ratio, mask):
+        args, length = self.args, log_ratio.shape[1]
+        if args.kpo_gain is not None:
+            schedule = torch.full((length,), args.kpo_gain, dtype=torch.float64)
+        else:
+            schedule = kalman_gains(length, args.kpo_initial_variance, args.kpo_process_noise)
+        return filtered(log_ratio, token_gains(mask, schedule))
+
+    def _log_ratios(self, mode: str, sums: torch.Tensor) -> None:
+        figures = batch_figures(sums[:4])
+        if len(sums) > 4:
+            figures["filtered_ratio_mean"] = sums[4] / sums[0].clamp(min=1)
+        for name, value in zip(figures, torch.stack(list(figures.values())).tolist(), strict=True):
+            self._metrics[mode][f"off_policy/{name}"].append(value)
+
+    def _sampler_correction(self, logps, sampler_logps, mask):
         mode = self.vllm_importance_sampling_mode
         weights = sampler_weights(
             logps,
@@ -259,27 +359,52 @@ class ISOPOTrainer(GRPOTrainer):
             )
         for name, value in figures.items():
             self._metrics["train"][f"isopo/{name}"].append(value)
+        if self._ratio_sums is not None:
+            self._log_ratios("train", self._ratio_sums)
+            self._ratio_sums = None
 
-    # Generation: no old policy; the KL, if any, in the reward
+    # Generation: no old policy but the sampler's; the KL, if any, in the reward
 
     def _generate_and_score_completions(self, inputs):
         # TRL computes old-policy log-probabilities where these two settings say that it needs them
-        accumulation = self.args.gradient_accumulation_steps
+        self._accumulation = self.args.gradient_accumulation_steps
         correction = self.vllm_importance_sampling_correction
-        assert self.args.steps_per_generation is not None  # set by GRPOConfig
-        self.args.gradient_accumulation_steps = self.args.steps_per_generation * self.num_iterations
+        self.args.gradient_accumulation_steps = self._generate_every
         self.vllm_importance_sampling_correction = False
+        if self.model.training:
+            self._generated_after = self.state.global_step
         try:
             return super()._generate_and_score_completions(inputs)
         finally:
-            self.args.gradient_accumulation_steps = accumulation
+            self.args.gradient_accumulation_steps = self._accumulation
             self.vllm_importance_sampling_correction = correction
+
+    @property
+    def _generate_every(self) -> int:
+        """Number of microbatches for which a generation serves."""
+        assert self.args.steps_per_generation is not None  # set by GRPOConfig
+        return self.args.steps_per_generation * self.num_iterations
 
     def _generate(self, prompts):
         output = super()._generate(prompts)
+        if output[4] is None and self.args.token_weights != "none" and self.model.training:
+            # The sampler says nothing of its log-probabilities: TRL computes them, once, if data will be stale
+            self.args.gradient_accumulation_steps = self._accumulation
         if self.args.kl_in_reward:
             self._reference.update(tool_mask=output[2], sampler_logps=output[4])
         return output
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        generate = super()._generate_single_turn
+        elsewhere = self.use_vllm or self.use_transformers_continuous_batching
+        if self.args.token_weights == "none" or elsewhere:
+            return generate(prompt_ids, *args, **kwargs)
+        model = self.accelerator.unwrap_model(self.model)
+        with recording(model.get_base_model() if is_peft_model(model) else model) as recorders:
+            completion_ids, logprobs = generate(prompt_ids, *args, **kwargs)
+        if logprobs is None and len(recorders) == 1:
+            logprobs = recorders[0].logps(completion_ids)
+        return completion_ids, logprobs
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -322,12 +447,16 @@ class ISOPOTrainer(GRPOTrainer):
         return kl.sum(dim=1).tolist()
 
     @contextmanager
-    def _no_kl_in_loss(self) -> Iterator[None]:
-        beta, self.beta = self.beta, 0.0
+    def _settings(self, **settings: Any) -> Iterator[None]:
+        """Context in which the trainer's attributes have these values."""
+        own = {name: getattr(self, name) for name in settings}
         try:
+            for name, value in settings.items():
+                setattr(self, name, value)
             yield
         finally:
-            self.beta = beta
+            for name, value in own.items():
+                setattr(self, name, value)
 
     # State
 

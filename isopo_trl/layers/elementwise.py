@@ -16,7 +16,7 @@ from ..geometry import kernels
 from ..geometry.cost import Needs
 from ..geometry.statistics import elementwise_statistics
 from ..microbatch import Microbatch
-from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, once
+from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, layer_backward
 
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _HandOut(torch.autograd.Function):
         return tuple(p.view_as(p).expand(*shape, -1) for p in parameters)
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, *gradients):
         microbatch, layer = ctx.microbatch, ctx.layer
         rows = [g.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes)) for g in gradients]

@@ -8,7 +8,7 @@ from torch import nn
 from ..geometry.cost import Needs
 from ..geometry.statistics import OneHotInputs, ghost_statistics
 from ..microbatch import Microbatch
-from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward, once
+from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward, layer_backward
 
 
 class EmbeddingLayer(Layer):
@@ -75,7 +75,7 @@ class _Embedding(torch.autograd.Function):
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, grad):
         (ids,) = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

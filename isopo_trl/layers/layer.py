@@ -91,6 +91,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     microbatch = layer.microbatch if layer is not None and getattr(layer, "module", None) is module else None
     if microbatch is None:
         return type(module).forward(module, *args, **kwargs)
+    microbatch.touch(layer.module)
     if not args:  # the input given by name
         kind: Any = type(module)
         args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)
@@ -107,6 +108,42 @@ def once(backward: Callable) -> Callable:
         return backward(ctx, *gradients)
 
     return checked
+
+
+def layer_backward(backward: Callable) -> Callable:
+    """
+    Mark the backward of a layer's function: its context knows the `microbatch`, and what it returns is first the
+    gradient of the layer's input (or `None`), then those of parameters.
+
+    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.unscaled`]), the parameters' plain
+    gradients are kept aside, and the loss's own backward adds them to the rescaled ones. So whoever waits for the
+    parameters' gradients (DDP, FSDP2, DeepSpeed) sees them once.
+    """
+
+    @once
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        microbatch = ctx.microbatch
+        if microbatch.plain is None:
+            return backward(ctx, *gradients)
+        kept = getattr(ctx, "unscaled", None)
+        if not microbatch.recording:
+            return _added(backward(ctx, *gradients), kept)
+        try:
+            ctx.microbatch = microbatch.plain
+            result = backward(ctx, *gradients)
+        finally:
+            ctx.microbatch = microbatch
+        ctx.unscaled = _added((None, *result[1:]), kept)
+        return result[0], *(None,) * (len(result) - 1)
+
+    return run
+
+
+def _added(gradients: tuple, kept: tuple | None) -> tuple:
+    if kept is None:
+        return gradients
+    return gradients[0], *(g if k is None else g + k for g, k in zip(gradients[1:], kept[1:], strict=True))
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..microbatch import Microbatch
 from .elementwise import KeptLayer, elementwise_gradient
-from .layer import Unsupported, has_own_forward, once
+from .layer import Unsupported, has_own_forward, layer_backward
 
 
 class LayerNormLayer(KeptLayer):
@@ -43,7 +43,7 @@ class _LayerNorm(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, grad):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

@@ -11,7 +11,7 @@ from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
 from ..microbatch import Microbatch
 from .elementwise import elementwise_gradient
-from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward, once
+from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward
 
 
 class LinearLayer(Layer):
@@ -57,7 +57,7 @@ class _Linear(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

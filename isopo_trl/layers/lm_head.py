@@ -31,7 +31,7 @@ from ..geometry.statistics import (
     with_ones,
 )
 from ..microbatch import Microbatch
-from .layer import Unsupported, full_shape, has_own_forward, once
+from .layer import Unsupported, full_shape, has_own_forward, layer_backward
 from .linear import LinearLayer
 
 
@@ -72,6 +72,7 @@ class LMHeadLayer(LinearLayer):
         # FSDP2's sharded weight arrives here as a whole; any other weight is another model's
         if microbatch is None or not (args[1] is own or (isinstance(own, DTensor) and args[1].shape == own.shape)):
             return ChunkedLogProbFunction.apply(*args)
+        microbatch.touched.append(args[1])
         return _FusedLMHead.apply(*args, self, microbatch)
 
 
@@ -121,7 +122,7 @@ class _FusedLMHead(torch.autograd.Function):
         return ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, grad_logprobs, grad_entropy, *_):
         if grad_entropy is not None:
             raise RuntimeError(

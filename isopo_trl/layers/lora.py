@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from ..microbatch import Microbatch
-from .layer import Layer, autocast, has_own_forward, once
+from .layer import Layer, autocast, has_own_forward, layer_backward
 from .linear import LinearLayer, linear_gradient
 
 
@@ -66,6 +66,7 @@ class LoRALinear(Layer):
         mixed = cast.dtype != A.weight.dtype and not torch.is_autocast_enabled(x.device.type)
         if args or kwargs or mixed or cast.dtype != weight.dtype or (bias is not None and bias.dtype != cast.dtype):
             return type(module).forward(module, x, *args, **kwargs)
+        microbatch.touch(A)
         return _LoRA.apply(cast, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
 
 
@@ -112,7 +113,7 @@ class _LoRA(torch.autograd.Function):
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, grad):
         x, h, weight, A, B = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

@@ -10,7 +10,7 @@ from ..geometry.rms_norm import Flavour
 from ..geometry.sequences import Sequences
 from ..microbatch import Microbatch
 from .elementwise import ElementwiseLayer
-from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, once
+from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, layer_backward, once
 
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once
+    @layer_backward
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
