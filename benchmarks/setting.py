@@ -4,6 +4,7 @@ import argparse
 import copy
 import functools
 import gc
+import math
 import statistics
 import time
 
@@ -30,6 +31,7 @@ SHAPES = {
     "8b-6layers": (4096, 12288, 6, 32, 8, 151936),
 }
 RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
+TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
 WARM_UP = 3
 
 
@@ -52,7 +54,10 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> None:
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=rules)
+    choices = [*RULES, *(f"{rule}+{weights}" for rule in RULES for weights in TOKEN_WEIGHTS)]
+    parser.add_argument(
+        "--rules", nargs="+", choices=choices, default=rules, metavar="RULE", help="a rule, or RULE+TOKEN_WEIGHTS"
+    )
     parser.add_argument("--recipe", action="store_true", help="also the published recipe (hook_recipe.py)")
 
 
@@ -106,6 +111,9 @@ def random_batch(case: argparse.Namespace, sequences: int) -> dict[str, torch.Te
         "completion_mask": mask,
         "advantages": torch.randn(sequences, generator=generator),
         "num_items_in_batch": mask.sum(),
+        # About what a random model gives, so that ratios are of order one, and not one
+        "sampling_per_token_logps": torch.randn(mask.shape, generator=generator) / 10
+        - math.log(SHAPES[case.shape][-1]),
     }
     return {name: value.to(DEVICE) for name, value in batch.items()}
 
@@ -115,12 +123,13 @@ def no_reward(completions, **_):
 
 
 def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **settings) -> GRPOTrainer:
-    """The trainer called `name` ("grpo", "recipe" or a rule) on a copy of the random model."""
+    """The trainer called `name` ("grpo", "recipe", a rule or `rule+weights`) on a copy of the random model."""
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
     if kind is ISOPOTrainer:
-        settings.update(rule=name, fisher_samples=case.samples)
+        rule, _, token_weights = name.partition("+")
+        settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
     args = config(
         output_dir="outputs/benchmarks",
         gradient_checkpointing=case.checkpointing,
@@ -159,7 +168,7 @@ class Variant:
         trainer.accelerator.backward(loss)
         if isinstance(trainer, ISOPOTrainer):
             trainer.isopo.end()
-            trainer.isopo.step()
+            trainer._log_step(trainer.isopo.step())
         elif isinstance(trainer, RecipeTrainer):
             trainer.finish()
         self.model.zero_grad()

@@ -201,7 +201,7 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     script_args.dataset, model_args.model_name_or_path = dataset, model
     if trainer == "reinforce":
         for own in fields(ISOPOConfig):
-            if own.name in OWN:
+            if own.name in OWN and own.name != "token_weights" and not own.name.startswith("kpo_"):
                 setattr(args, own.name, "none" if own.name == "rule" else own.default)
     return script_args, args, model_args
 

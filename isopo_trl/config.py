@@ -1,5 +1,6 @@
 """Configuration of the [`ISOPOTrainer`]."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,8 @@ class ISOPOConfig(GRPOConfig):
             are the sampler's own. Works with every rule. Possible values are:
 
             - `"none"`: every token counts the same.
-            - `"sampler"`: `min(r, cap)`, or as `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` say, also
-              without vLLM.
+            - `"sampler"`: r, truncated or masked as `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` say,
+              also without vLLM (`"token_truncate"` is `min(r, cap)`; TRL's default masks whole sequences).
             - `"p3o"`: [P3O](https://huggingface.co/papers/2605.12380). `min(r, ESS)` and a pull `(1 - ESS) KL(pi ||
               pi_behaviour)`, with the normalised effective sample size ESS of the step's tokens. Where data is
               off-policy, the pull costs another backward pass (none with `rule="none"`). The tokens being drawn by
@@ -95,7 +96,8 @@ class ISOPOConfig(GRPOConfig):
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
-    > `"luspo"`. `epsilon` and `epsilon_high` are for `token_weights="kpo"`, and then 0.0003 and 0.0004 if not given.
+    > `"luspo"`. `epsilon` and `epsilon_high` are for `token_weights="kpo"`, and then 0.0003 and 0.0004 if not given
+    > (TRL's defaults, 0.2 and `None`, count as not given).
     """
 
     rule: str = field(
@@ -231,9 +233,9 @@ class ISOPOConfig(GRPOConfig):
                 "for: give either the one or the other.",
             ),
             (
-                self.kpo_initial_variance < 0 or self.kpo_process_noise < 0,
+                not all(0 <= x < math.inf for x in (self.kpo_initial_variance, self.kpo_process_noise)),
                 f"kpo_initial_variance={self.kpo_initial_variance} and kpo_process_noise={self.kpo_process_noise} are "
-                "variances: neither can be negative.",
+                "variances: give numbers that are finite and not negative.",
             ),
             (
                 self.kpo_initial_variance == 0 and self.kpo_process_noise == 0,

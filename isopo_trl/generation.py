@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, TemperatureLogitsWarper
 from transformers.generation import GenerationMode
 
 
@@ -16,10 +16,12 @@ class Recorder(LogitsProcessor):
 
     Args:
         greedy (`bool`): whether the most likely token is taken, with certainty, instead of a random one.
+        others (`list[LogitsProcessor]`): the processors before this one.
     """
 
-    def __init__(self, greedy: bool):
+    def __init__(self, greedy: bool, others: list[Any]):
         self.greedy = greedy
+        self.others = others
         self._columns: list[torch.Tensor] = []
         self._scores: torch.Tensor | None = None
 
@@ -35,6 +37,12 @@ class Recorder(LogitsProcessor):
             return self._scores.new_zeros(len(tokens))
         chosen = self._scores.gather(1, tokens.unsqueeze(1)).squeeze(1)
         return chosen - self._scores.logsumexp(1)
+
+    def draws_at(self, temperature: float) -> bool:
+        """Whether tokens are drawn from the model's distribution at this temperature, and from nothing else."""
+        temperatures = [getattr(p, "temperature", None) for p in self.others if type(p) is TemperatureLogitsWarper]
+        only = len(temperatures) == len(self.others)
+        return not self.greedy and only and (temperatures or [1.0]) == [temperature]
 
     def logps(self, completions: list[list[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens of `completions`, which begin with the first token that was drawn."""
@@ -62,15 +70,18 @@ def recording(model: Any) -> Iterator[list[Recorder]]:
         processors = own(generation_config, *args, **kwargs)
         mode = generation_config.get_generation_mode()
         if mode in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
-            recorders.append(Recorder(greedy=mode is GenerationMode.GREEDY_SEARCH))
+            recorders.append(Recorder(mode is GenerationMode.GREEDY_SEARCH, list(processors)))
             processors.append(recorders[-1])
         return processors
 
     if own is None:  # a model with a generation of its own
         yield recorders
         return
+    replaced = model.__dict__.get("_get_logits_processor")
     model._get_logits_processor = with_recorder
     try:
         yield recorders
     finally:
         del model._get_logits_processor
+        if replaced is not None:
+            model._get_logits_processor = replaced

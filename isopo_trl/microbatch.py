@@ -52,7 +52,7 @@ class Microbatch:
 
     def __post_init__(self):
         self.reached = [0] * len(self.running.mean)
-        self.ledger = self.running.open(self.advantages, self.loss_scale)
+        self.weigh(self.advantages)
 
     def fused(self, x: torch.Tensor) -> bool:
         """Whether Triton's kernels can take a layer's rows `x` `[N, features]`."""
@@ -72,6 +72,11 @@ class Microbatch:
             )
         self.reached[index] += 1
         return self.ledger
+
+    def weigh(self, advantages: torch.Tensor) -> None:
+        """Take other advantages `[m]`, before the backward."""
+        self.advantages = advantages
+        self.ledger = self.running.open(advantages, self.loss_scale)
 
     def touch(self, module: nn.Module) -> None:
         """Note a trained parameter of each layer in the graph, through which the layer's backward can be asked for."""

@@ -32,6 +32,11 @@ _SETTINGS = (
     "use_vllm",
     "seed",
 )
+_TOKEN_WEIGHTS = {
+    "sampler": "Tokens were weighted by their importance ratio to the sampler.",
+    "p3o": "Tokens were weighted by [P3O](https://huggingface.co/papers/2605.12380).",
+    "kpo": "Tokens were weighted by [KPO](https://huggingface.co/papers/2602.10609).",
+}
 _QUESTION = "A baker has 12 rolls and sells 5 of them. How many are left?"
 _CHAT = """\
 from transformers import pipeline
@@ -80,6 +85,10 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
     for field in fields(ISOPOConfig):
         if field.name in ISOPOConfig.__annotations__ and field.default is not MISSING:
             own[field.name] = getattr(args, field.name)
+    if args.token_weights == "kpo":
+        own.update(epsilon=args.epsilon, epsilon_high=args.epsilon_high)
+    else:
+        own = {name: value for name, value in own.items() if not name.startswith("kpo_")}
     if not rule.interacting:
         own.update(zip(("fisher_power", "norm_power", "relative_power"), rule.exponents, strict=True))
     own["regularization"] = rule.lambda_
@@ -89,11 +98,14 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
         rows["adapter"] = f"{config.peft_type.value}, r={getattr(config, 'r', None)}"
     shown = {name: getattr(value, "value", value) for name, value in rows.items() if value is not None}
     table = "\n".join(f"| `{name}` | {value} |" for name, value in shown.items())
-    return (
+    sentences = [
         f"Each sequence's gradient was rescaled, layer by layer, by the rule `{args.rule}` of "
-        f"[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it."
-        f"{_outcome(trainer)}\n\n### Settings\n\n| setting | value |\n|---|---|\n{table}\n\n"
-    )
+        "[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it.",
+        _TOKEN_WEIGHTS.get(str(args.token_weights), ""),
+        _outcome(trainer),
+    ]
+    text = " ".join(filter(None, sentences))
+    return f"{text}\n\n### Settings\n\n| setting | value |\n|---|---|\n{table}\n\n"
 
 
 def _outcome(trainer: "ISOPOTrainer") -> str:
@@ -104,7 +116,7 @@ def _outcome(trainer: "ISOPOTrainer") -> str:
         return ""
     kl = f", at {divergences[-1]:.3f} nats a completion from where it started" if divergences else ""
     return (
-        f" In {trainer.state.global_step} optimizer steps its greedy accuracy on the validation set went from "
+        f"In {trainer.state.global_step} optimizer steps its greedy accuracy on the validation set went from "
         f"{accuracies[0]:.1%} to {accuracies[-1]:.1%}{kl}."
     )
 

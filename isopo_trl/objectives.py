@@ -18,7 +18,7 @@ import torch
 from .geometry.statistics import scalar_dtype
 
 
-# Log-ratios are cut here before they are exponentiated: squares of ratios stay finite, also in float32
+# Log-ratios are cut here: squares of ratios stay finite, also in float32
 _LIMIT = 40.0
 # What is summed over tokens: their number, r, r^2 and an estimate of KL(pi_theta || pi_behaviour)
 SUMS = ("tokens", "ratio", "ratio^2", "kl")
@@ -64,6 +64,16 @@ def sampler_weights(
     return weights.masked_fill(outside, 0.0)
 
 
+def log_ratios(logps: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
+    """
+    `log r_t` `[B, C]`, with the gradient of `logps`; 0 where `behaviour` is NaN, and cut at plus and minus 40, where
+    it says no more than that the two policies have nothing in common.
+    """
+    own = logps.detach()
+    value = torch.nan_to_num(own - behaviour, nan=0.0, posinf=_LIMIT, neginf=-_LIMIT).clamp(-_LIMIT, _LIMIT)
+    return value + (logps - own)
+
+
 # P3O
 
 
@@ -80,7 +90,7 @@ def ratio_sums(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         mask (`torch.Tensor`): `[B, C]`, nonzero at scored tokens.
     """
     scored = mask.bool()
-    z = torch.where(scored, log_ratio.detach(), 0).to(scalar_dtype(log_ratio.device)).clamp(-_LIMIT, _LIMIT)
+    z = torch.where(scored, log_ratio.detach(), 0).to(scalar_dtype(log_ratio.device))
     r = z.exp()
     terms = torch.stack([torch.ones_like(r), r, r.square(), r * z - torch.expm1(z)])
     return torch.where(scored, terms, 0).sum((1, 2))
@@ -100,7 +110,7 @@ def batch_figures(sums: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def p3o_weights(log_ratio: torch.Tensor, ess: torch.Tensor) -> torch.Tensor:
     """`min(r_t, ESS)` `[B, C]`, without gradient."""
-    return torch.minimum(log_ratio.detach().clamp(max=_LIMIT).exp(), ess.to(log_ratio.dtype))
+    return torch.minimum(log_ratio.detach().exp(), ess.to(log_ratio.dtype))
 
 
 def kl_pull(log_ratio: torch.Tensor, unbiased: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +124,7 @@ def kl_pull(log_ratio: torch.Tensor, unbiased: bool = True) -> tuple[torch.Tenso
             divergence and its gradient; or `1 / r - 1 + log r` and `1 - 1 / r`, which would be for tokens of the
             policy itself.
     """
-    z = log_ratio.detach().clamp(-_LIMIT, _LIMIT)
+    z = log_ratio.detach()
     if unbiased:
         slope = z * z.exp()
         return slope - torch.expm1(z), slope

@@ -25,6 +25,7 @@ from .objectives import (
     filtered,
     kalman_gains,
     kl_pull,
+    log_ratios,
     p3o_weights,
     ratio_sums,
     sampler_weights,
@@ -116,9 +117,13 @@ class ISOPOTrainer(GRPOTrainer):
             )
         # Inputs of the loss under way; the forward pass inside it adds the token weights
         self._loss_inputs: dict[str, Any] | None = None
-        # Sums over the step's tokens, so far, and the step after which they were generated
+        # Sums over the step's tokens, so far
         self._ratio_sums: torch.Tensor | None = None
-        self._generated_after = -1
+        # Optimizer steps, and how many there had been when the training data was generated
+        self._updates, self._generated_after = 0, -1
+        # For the single turns of a generation, and for the data of either mode: did the policy itself draw its tokens?
+        self._turns: list[bool] = []
+        self._drawn_by_policy = {"train": False, "eval": False}
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -143,13 +148,6 @@ class ISOPOTrainer(GRPOTrainer):
             fisher_samples=args.fisher_samples,
             scale=args.scale,
             seed=args.seed,
-        )
-        # Whether tokens are drawn from the very distribution that the loss scores
-        self._sampler_is_policy = (
-            not self.use_vllm
-            and self.rollout_func is None
-            and not args.generation_kwargs
-            and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
         )
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if args.token_weights == "p3o" and any(self.isopo.rule.needs) and args.gradient_checkpointing:
@@ -179,6 +177,7 @@ class ISOPOTrainer(GRPOTrainer):
             raise
         self.isopo.end()
         if self.accelerator.sync_gradients:
+            self._updates += 1
             self._log_step(self.isopo.step())
         return loss
 
@@ -197,15 +196,13 @@ class ISOPOTrainer(GRPOTrainer):
             )
         train = torch.is_grad_enabled()
         method = self.args.token_weights
-        # Without statistics there is nothing to rescale, and P3O's two parts can go back together
-        joint = method == "p3o" and not any(self.isopo.rule.needs)
         if train:
             # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
             sign = torch.where(advantages < 0, -1.0, 1.0).to(advantages.dtype).requires_grad_()
             inputs["advantages"] = sign
             mask = inputs["completion_mask"]
-            self.isopo.begin(
-                torch.ones_like(advantages) if joint else advantages.abs(),
+            microbatch = self.isopo.begin(
+                advantages.abs(),
                 attention_mask=torch.cat([inputs["prompt_mask"], mask], dim=1),
                 completion_mask=mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
@@ -231,18 +228,19 @@ class ISOPOTrainer(GRPOTrainer):
         weights = [inputs["importance_sampling_ratio"]] if method == "p3o" else []
         slope, *by_weight = torch.autograd.grad(loss, [sign, *weights], retain_graph=True)
         value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
-        if method == "p3o":
+        if method == "p3o" and inputs["ess"] < 1:
             logps, ess = inputs["logps"], inputs["ess"].to(value.dtype)
             # By what the loss multiplies a token: its normalisation, and TRL's masks
             share = -by_weight[0] * sign.detach().unsqueeze(1)
             kl, kl_slope = kl_pull(inputs["log_ratio"], self.args.use_bias_correction_kl)
             value = value + (share * (1 - ess) * kl).sum()
             pull = share * (1 - ess) * kl_slope
-            if joint:
+            if any(self.isopo.rule.needs):
+                self.isopo.unscaled((pull * logps).sum())
+            else:  # there is nothing to rescale, and both parts can go back together
                 policy = share * weights[0].detach() * advantages.unsqueeze(1)
                 loss = ((pull - policy) * logps).sum()
-            elif ess < 1:
-                self.isopo.unscaled((pull * logps).sum())
+                microbatch.weigh(torch.ones_like(advantages))
         return loss + (value - loss).detach()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
@@ -267,15 +265,15 @@ class ISOPOTrainer(GRPOTrainer):
     def _behaviour_logps(self, logps, inputs):
         """Log-probabilities under the policy that drew the tokens; NaN where nobody knows."""
         sampler = inputs.get("sampling_per_token_logps")
-        fresh = not self.model.training or self.state.global_step == self._generated_after
-        if sampler is not None and not (fresh and self._sampler_is_policy):
+        training = self.model.training
+        fresh = not training or self._updates == self._generated_after
+        if sampler is not None and not (fresh and self._drawn_by_policy["train" if training else "eval"]):
             return sampler
         return logps if fresh else inputs.get("old_per_token_logps", logps)
 
     def _weigh_tokens(self, logps, behaviour, mask, inputs):
         """Put the weights into the inputs of the loss, and return what takes the place of `logps` there."""
-        log_ratio = torch.where(torch.isnan(behaviour), logps - logps.detach(), logps - behaviour)
-        log_ratio = torch.where(mask.bool(), log_ratio, 0)
+        log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
         sums = ratio_sums(log_ratio, mask)
         method = self.args.token_weights
         if method == "kpo":
@@ -372,7 +370,7 @@ class ISOPOTrainer(GRPOTrainer):
         self.args.gradient_accumulation_steps = self._generate_every
         self.vllm_importance_sampling_correction = False
         if self.model.training:
-            self._generated_after = self.state.global_step
+            self._generated_after = self._updates
         try:
             return super()._generate_and_score_completions(inputs)
         finally:
@@ -386,7 +384,9 @@ class ISOPOTrainer(GRPOTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def _generate(self, prompts):
+        self._turns = []
         output = super()._generate(prompts)
+        self._drawn_by_policy["train" if self.model.training else "eval"] = bool(self._turns) and all(self._turns)
         if output[4] is None and self.args.token_weights != "none" and self.model.training:
             # The sampler says nothing of its log-probabilities: TRL computes them, once, if data will be stale
             self.args.gradient_accumulation_steps = self._accumulation
@@ -404,6 +404,7 @@ class ISOPOTrainer(GRPOTrainer):
             completion_ids, logprobs = generate(prompt_ids, *args, **kwargs)
         if logprobs is None and len(recorders) == 1:
             logprobs = recorders[0].logps(completion_ids)
+            self._turns.append(recorders[0].draws_at(self.temperature))
         return completion_ids, logprobs
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

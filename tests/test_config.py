@@ -1,5 +1,6 @@
 """What cannot be honoured is refused at construction, in one sentence that names the setting and the alternative."""
 
+import ast
 import dataclasses
 import re
 
@@ -65,6 +66,61 @@ REFUSED = [
         {"vllm_importance_sampling_mode": "token_clip"},
         ["vllm_importance_sampling_mode='token_clip'", "'token_truncate'"],
     ),
+    ({"token_weights": "ppo"}, ["token_weights='ppo'", "choose one of", "'none'", "'sampler'", "'p3o'", "'kpo'"]),
+    ({"token_weights": ""}, ["token_weights=''", "choose one of"]),
+    ({"kpo_gain": 0.01}, ["kpo_gain=0.01", "token_weights='none'", "remove", "token_weights='kpo'"]),
+    (
+        {"kpo_initial_variance": 0.0, "token_weights": "p3o"},
+        ["kpo_initial_variance=0.0", "token_weights='p3o'", "remove", "token_weights='kpo'"],
+    ),
+    (
+        {"kpo_process_noise": 1e-4, "token_weights": "sampler"},
+        ["kpo_process_noise=0.0001", "token_weights='sampler'", "remove", "token_weights='kpo'"],
+    ),
+    ({"kpo_stop_gradient": True}, ["kpo_stop_gradient=True", "remove", "token_weights='kpo'"]),
+    (
+        {"kpo_gain": 0.1, "kpo_stop_gradient": True, "kpo_process_noise": 0.5},
+        ["kpo_gain=0.1, kpo_stop_gradient=True, kpo_process_noise=0.5", "remove", "token_weights='kpo'"],
+    ),
+    ({"token_weights": "kpo", "kpo_gain": 0.0}, ["kpo_gain=0.0", "(0, 1]"]),
+    ({"token_weights": "kpo", "kpo_gain": -0.1}, ["kpo_gain=-0.1", "(0, 1]"]),
+    ({"token_weights": "kpo", "kpo_gain": 1.5}, ["kpo_gain=1.5", "(0, 1]"]),
+    ({"token_weights": "kpo", "kpo_gain": float("nan")}, ["kpo_gain=nan", "(0, 1]"]),
+    (
+        {"token_weights": "kpo", "kpo_gain": 0.1, "kpo_initial_variance": 0.0},
+        ["kpo_gain=0.1", "kpo_initial_variance=0.0", "either"],
+    ),
+    (
+        {"token_weights": "kpo", "kpo_gain": 0.1, "kpo_process_noise": 1e-4},
+        ["kpo_gain=0.1", "kpo_process_noise=0.0001", "either"],
+    ),
+    ({"token_weights": "kpo", "kpo_initial_variance": -1.0}, ["kpo_initial_variance=-1.0", "negative"]),
+    ({"token_weights": "kpo", "kpo_process_noise": -1e-6}, ["kpo_process_noise=-1e-06", "negative"]),
+    (
+        {"token_weights": "kpo", "kpo_initial_variance": 0.0, "kpo_process_noise": 0.0},
+        ["kpo_initial_variance=0", "kpo_process_noise=0", "raise one"],
+    ),
+    ({"token_weights": "kpo", "epsilon": -0.1}, ["epsilon=-0.1", "negative"]),
+    ({"token_weights": "kpo", "epsilon_high": -0.2}, ["epsilon_high=-0.2", "negative"]),
+    ({"token_weights": "kpo", "epsilon": float("nan")}, ["epsilon=nan"]),
+    ({"token_weights": "kpo", "delta": 2.0}, ["delta=2.0", "remove"]),
+    ({"token_weights": "p3o", "epsilon": 0.1}, ["epsilon=0.1", "remove", "token_weights='kpo'"]),
+    (
+        {"token_weights": "kpo", "off_policy_mask_threshold": 0.5},
+        ["off_policy_mask_threshold", "token_weights='kpo'", "unset"],
+    ),
+    (
+        {"token_weights": "kpo", "importance_sampling_level": "sequence"},
+        ["importance_sampling_level='sequence'", "token_weights='kpo'", "importance_sampling_level='token'"],
+    ),
+    (
+        {"token_weights": "p3o", "importance_sampling_level": "sequence"},
+        ["importance_sampling_level='sequence'", "token_weights='p3o'", "importance_sampling_level='token'"],
+    ),
+    (
+        {"token_weights": "sampler", "vllm_importance_sampling_correction": False},
+        ["token_weights='sampler'", "vllm_importance_sampling_correction=False", "remove"],
+    ),
     ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
     ({"torch_compile": True}, ["torch_compile=True", "torch_compile=False"]),
     ({"torch_compile_backend": "eager"}, ["torch_compile=True", "torch_compile=False"]),
@@ -98,6 +154,18 @@ def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
         {"beta": 0.1, "kl_in_reward": True},
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
         {"top_entropy_quantile": 0.2, "num_iterations": 4, "mask_truncated_completions": True},
+        {"token_weights": "sampler"},
+        {"token_weights": "sampler", "importance_sampling_level": "sequence"},
+        {"token_weights": "p3o", "use_vllm": True},
+        {"token_weights": "p3o", "use_vllm": True, "vllm_importance_sampling_correction": False},
+        {"token_weights": "p3o", "use_bias_correction_kl": True},
+        {"token_weights": "kpo", "kpo_gain": 1.0, "kpo_stop_gradient": True},
+        {"token_weights": "kpo", "kpo_initial_variance": 0.0},
+        {"token_weights": "kpo", "kpo_process_noise": 0.0},
+        {"token_weights": "kpo", "epsilon": 0.0, "epsilon_high": 0.0},
+        {"token_weights": "kpo", "loss_type": "luspo"},
+        # A setting at its default is no setting
+        {"kpo_initial_variance": 1.0, "kpo_process_noise": 1e-6, "kpo_gain": None, "kpo_stop_gradient": False},
     ],
     ids=str,
 )
@@ -105,9 +173,92 @@ def test_setting_is_accepted(settings):
     config(**settings)
 
 
+# Token weights
+
+
+@pytest.mark.parametrize(
+    "settings, resolved",
+    [
+        ({}, "none"),
+        ({"vllm_importance_sampling_correction": False}, "none"),
+        ({"use_vllm": True}, "sampler"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "none"),
+        ({"use_vllm": True, "token_weights": "none"}, "none"),
+        ({"use_vllm": True, "token_weights": "p3o"}, "p3o"),
+        ({"token_weights": "sampler"}, "sampler"),
+        ({"token_weights": "kpo"}, "kpo"),
+    ],
+    ids=str,
+)
+def test_token_weights_follow_vllm_where_they_are_not_given(settings, resolved):
+    assert config(**settings).token_weights == resolved
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, (0.0003, 0.0004)),
+        ({"epsilon": 0.01}, (0.01, 0.0004)),
+        ({"epsilon_high": 0.05}, (0.0003, 0.05)),
+        ({"epsilon": 0.1, "epsilon_high": 0.3}, (0.1, 0.3)),
+        ({"epsilon": 0.0, "epsilon_high": 0.0}, (0.0, 0.0)),
+    ],
+    ids=str,
+)
+def test_clipping_range_of_kpo_is_its_own_where_it_is_not_given(settings, expected):
+    args = config(token_weights="kpo", **settings)
+    assert (args.epsilon, args.epsilon_high) == expected
+
+
+@pytest.mark.parametrize("weights", ["none", "sampler", "p3o"])
+def test_other_token_weights_leave_the_clipping_range_alone(weights):
+    args = config(token_weights=weights)
+    assert (args.epsilon, args.epsilon_high) == (0.2, None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"epsilon": 0.1, "epsilon_high": 0.3}, {"epsilon": 0.01}], ids=str)
+def test_trainer_clips_where_the_configuration_says(settings, tmp_path):
+    trainer = training.build(tmp_path, token_weights="kpo", **settings)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (trainer.args.epsilon, trainer.args.epsilon_high)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_vllm": True},
+        {"token_weights": "p3o"},
+        {"token_weights": "kpo"},
+        {"token_weights": "kpo", "kpo_gain": 0.01, "epsilon": 0.1, "epsilon_high": 0.3},
+        {"token_weights": "kpo", "kpo_initial_variance": 0.0, "kpo_stop_gradient": True},
+    ],
+    ids=str,
+)
+def test_resolved_configuration_can_be_given_again(settings):
+    args = config(**settings)
+    names = [*ADDED, "epsilon", "epsilon_high", "use_vllm", "output_dir", "use_cpu", "bf16", "report_to"]
+    again = ISOPOConfig(**{name: args.to_dict()[name] for name in names})
+    assert [getattr(again, name) for name in names] == [getattr(args, name) for name in names]
+    # TRL sets both of these, of which one can be given
+    replaced = dataclasses.replace(args, generation_batch_size=None, learning_rate=0.5)
+    assert [getattr(replaced, name) for name in names] == [getattr(args, name) for name in names]
+
+
+def test_reentrant_checkpointing_is_refused_where_there_are_two_backward_passes(tmp_path):
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    message = refused(tmp_path, token_weights="p3o", **settings)
+    assert "token_weights='p3o'" in message and "{'use_reentrant': False}" in message
+    assert sentences(message) == 1
+    for accepted in ({"token_weights": "p3o", "rule": "none"}, {"token_weights": "kpo"}, {}):
+        training.build(tmp_path, **accepted, **settings)
+
+
+OF_THE_OBJECT = {*ADDED} - {"kl_in_reward", "token_weights"} - {name for name in ADDED if name.startswith("kpo_")}
+
+
 def test_object_of_its_own_refuses_the_same_settings():
     for settings, names in REFUSED:
-        if settings.keys() <= {*ADDED} - {"kl_in_reward"}:
+        if settings.keys() <= OF_THE_OBJECT:
             with pytest.raises(ValueError, match=re.escape(names[0])):
                 ISOPO(tiny.model("qwen3"), **settings)
 
@@ -226,7 +377,8 @@ def test_frozen_adapter_model_is_refused(tmp_path):
 COMMAND = (
     "--output_dir out --use_cpu --report_to none --rule fig4 --fisher_power 0.5 --norm_power -1.5 --relative_power -2 "
     "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --scale paper "
-    "--beta 0.05 --kl_in_reward True --loss_type grpo"
+    "--beta 0.05 --kl_in_reward True --loss_type grpo --token_weights kpo --kpo_initial_variance 0.5 "
+    "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01"
 )
 
 
@@ -245,8 +397,22 @@ def test_every_setting_can_be_given_on_the_command_line(parser):
         "keep_small": True,
         "fisher_samples": 250,
         "scale": "paper",
+        "token_weights": "kpo",
+        "kpo_gain": None,
+        "kpo_initial_variance": 0.5,
+        "kpo_process_noise": 1e-4,
+        "kpo_stop_gradient": True,
         "kl_in_reward": True,
     }
+    assert (args.epsilon, args.epsilon_high) == (0.01, 0.0004)
+
+
+@pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
+def test_fixed_gain_can_be_given_on_the_command_line(parser):
+    parsed = parser([ISOPOConfig]) if parser is TrlParser else parser(ISOPOConfig)
+    command = "--output_dir out --use_cpu --token_weights kpo --kpo_gain 0.0001 --kpo_stop_gradient False"
+    (args,) = parsed.parse_args_into_dataclasses(command.split())
+    assert (args.kpo_gain, args.kpo_stop_gradient) == (0.0001, False)
 
 
 def test_settings_can_be_given_in_a_file(tmp_path):
@@ -255,6 +421,20 @@ def test_settings_can_be_given_in_a_file(tmp_path):
         ["--config", str(tmp_path / "run.yaml"), "--rule", "fig4"]
     )
     assert (args.rule, args.regularization) == ("fig4", 0.2)
+
+
+def test_token_weights_can_be_given_in_a_file(tmp_path):
+    lines = ["output_dir: out", "use_cpu: true", "bf16: false", "token_weights: kpo", "kpo_process_noise: 1e-4"]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, "kpo_stop_gradient: true"]))
+    command = ["--config", str(tmp_path / "run.yaml")]
+    (args,) = TrlParser([ISOPOConfig]).parse_args_and_config([*command, "--epsilon_high", "0.002"])
+    assert (args.token_weights, args.kpo_process_noise, args.kpo_stop_gradient) == ("kpo", 1e-4, True)
+    assert (args.epsilon, args.epsilon_high) == (0.0003, 0.002)
+    # YAML reads the word none as text, and null as nothing
+    for word, resolved in (("none", "none"), ("null", "none"), ("p3o", "p3o")):
+        (tmp_path / "run.yaml").write_text("\n".join([*lines[:3], f"token_weights: {word}"]))
+        (args,) = TrlParser([ISOPOConfig]).parse_args_and_config(command)
+        assert args.token_weights == resolved
 
 
 def test_refusal_reaches_the_command_line():
@@ -279,7 +459,7 @@ def test_setting_is_documented(name):
     documented = entry.group(3)
     assert (documented is None) == (field.default is None)
     if documented is not None:
-        assert documented.replace('"', "'") == repr(field.default)
+        assert ast.literal_eval(documented) == field.default
     kind = field.type if isinstance(field.type, type) else field.type.__args__[0]
     assert entry.group(1) == kind.__name__
 

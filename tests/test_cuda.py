@@ -1,5 +1,6 @@
 """On a GPU: TRL's Triton path at the head, bf16, and no waiting for the device inside the backward."""
 
+import math
 import warnings
 
 import pytest
@@ -51,6 +52,31 @@ def test_gradient_on_the_gpu_is_the_definition(family, rule, tmp_path):
     gradients = dict(trainer.model.named_parameters())
     for name, p in exact.named_parameters():
         error = (gradients[name].grad.cpu().double() - expected[p]).norm() / expected[p].norm()
+        assert error < 1e-3, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
+@pytest.mark.parametrize("token_weights", ["sampler", "p3o", "kpo"])
+def test_token_weights_on_the_gpu_are_those_on_the_cpu(token_weights, rule, lora, tmp_path):
+    gradients = {}
+    for device in ("cpu", "cuda"):
+        model = tiny.model("qwen3", tie=True)
+        if lora:
+            torch.manual_seed(0)
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        settings = {"use_cpu": device == "cpu", "rule": rule, "token_weights": token_weights, "fisher_samples": 10_000}
+        trainer = trainer_for(model, tmp_path / device, **settings)
+        trainer.model.to(device)
+        _, inputs = batch_on(device)
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(inputs["completion_ids"].shape, generator=generator) / 2 - math.log(100)
+        inputs["sampling_per_token_logps"] = noise.to(device)
+        trainer.compute_loss(trainer.model, inputs).backward()
+        trainer.isopo.end()
+        gradients[device] = {n: p.grad.cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    for name, expected in gradients["cpu"].items():
+        error = (gradients["cuda"][name] - expected).norm() / expected.norm()
         assert error < 1e-3, f"{name}: {error}"
 
 

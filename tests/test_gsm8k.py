@@ -159,7 +159,7 @@ def test_what_is_used_and_why(gsm8k):
     assert model == dataset == "embedded" and ("no GPU" in reason or "cannot be reached" in reason)
 
 
-@pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("fig*.yaml")), ids=lambda path: path.stem)
 def test_settings_of_the_papers_figures_are_settings(gsm8k, given, path):
     # What needs vLLM or a GPU is looked at here, not used
     off = ["--use_vllm=false", "--bf16=false", "--use_cpu=true"]
@@ -169,6 +169,29 @@ def test_settings_of_the_papers_figures_are_settings(gsm8k, given, path):
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert completions == 64 * args.num_generations and args.generation_batch_size == 2 * completions
     assert script_args.format_weight == 0 and args.temperature == 1
+
+
+def test_settings_of_the_papers_on_token_weights_are_settings(gsm8k, given):
+    off = ["--use_vllm=false", "--bf16=false", "--use_cpu=true"]
+    configs = {}
+    for name in ("p3o", "kpo"):
+        arguments = ["--config", str(EXAMPLES / "configs" / f"{name}.yaml"), *given[:2], *off]
+        _, args, _ = configs[name] = gsm8k.read_arguments(arguments)
+        assert args.token_weights == name and args.rule == "none" and args.temperature == 1
+    _, p3o, _ = configs["p3o"]
+    assert p3o.generation_kwargs == {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    assert p3o.generation_batch_size == 128 * 8 and p3o.steps_per_generation == p3o.gradient_accumulation_steps
+    _, kpo, _ = configs["kpo"]
+    assert (kpo.epsilon, kpo.epsilon_high, kpo.kpo_initial_variance, kpo.kpo_process_noise) == (3e-4, 4e-4, 1, 1e-6)
+    assert kpo.generation_batch_size == 32 * 8 and kpo.steps_per_generation == 4 * kpo.gradient_accumulation_steps
+    assert kpo.chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_reinforce_keeps_the_token_weights(gsm8k, given):
+    _, args, _ = gsm8k.read_arguments([*given, "--trainer=reinforce", "--token_weights=kpo", "--kpo_gain=0.01"])
+    assert (args.rule, args.token_weights, args.kpo_gain) == ("none", "kpo", 0.01)
+    _, args, _ = gsm8k.read_arguments([*given, "--trainer=reinforce"])
+    assert (args.rule, args.token_weights) == ("none", "none")
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
