@@ -78,6 +78,9 @@ class ISOPOConfig(GRPOConfig):
               r` passed through a Kalman filter along the completion.
 
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction`, else `"none"`.
+        epsilon, epsilon_high (`float`, *optional*):
+            With `token_weights="kpo"`, the range `(1 - epsilon, 1 + epsilon_high)` to which filtered ratios are
+            clipped. If `None`, 0.0003 and 0.0004. There is no other clipping.
         kpo_gain (`float`, *optional*):
             Fixed gain in place of the Kalman filter's schedule, in (0, 1].
         kpo_initial_variance (`float`, *optional*, defaults to `1.0`):
@@ -96,8 +99,7 @@ class ISOPOConfig(GRPOConfig):
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
-    > `"luspo"`. `epsilon` and `epsilon_high` are for `token_weights="kpo"`, and then 0.0003 and 0.0004 if not given
-    > (TRL's defaults, 0.2 and `None`, count as not given).
+    > `"luspo"`.
     """
 
     rule: str = field(
@@ -155,6 +157,10 @@ class ISOPOConfig(GRPOConfig):
             "Kalman-filtered ratios). If `None`, 'sampler' where vLLM generates with its correction, else 'none'."
         },
     )
+    epsilon: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "With KPO, distance below 1 at which filtered ratios are clipped. If `None`, 0.0003."},
+    )
     kpo_gain: float | None = field(
         default=None, metadata={"help": "Fixed gain in place of the Kalman filter's schedule, in (0, 1]."}
     )
@@ -176,15 +182,14 @@ class ISOPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        if self.epsilon is None:
+            self.epsilon = 0.0003 if self.token_weights == "kpo" else _of_grpo("epsilon")
+        if self.epsilon_high is None and self.token_weights == "kpo":
+            self.epsilon_high = 0.0004
         super().__post_init__()
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
             self.token_weights = "sampler" if corrected else "none"
-        if self.token_weights == "kpo":
-            if self.epsilon == _default("epsilon"):
-                self.epsilon = 0.0003
-            if self.epsilon_high is None:
-                self.epsilon_high = 0.0004
         self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
         for unsupported, message in self._refusals():
@@ -205,7 +210,9 @@ class ISOPOConfig(GRPOConfig):
 
     def _given(self, *names: str) -> list[str]:
         """Those of the settings that are not at their defaults, as `name=value`."""
-        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != _default(name)]
+        defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
+        defaults["epsilon"] = _of_grpo("epsilon")
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != defaults[name]]
 
     def _refusals(self) -> list[tuple[bool, str]]:
         kpo = self.token_weights == "kpo"
@@ -243,7 +250,7 @@ class ISOPOConfig(GRPOConfig):
                 "of them.",
             ),
             (
-                kpo and not (0 <= self.epsilon and (self.epsilon_high or 0) >= 0),
+                kpo and not all(x is not None and x >= 0 for x in (self.epsilon, self.epsilon_high)),
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} are distances from 1 at which filtered "
                 "ratios are clipped: neither can be negative.",
             ),
@@ -321,5 +328,5 @@ class ISOPOConfig(GRPOConfig):
         ]
 
 
-def _default(name: str) -> Any:
-    return ISOPOConfig.__dataclass_fields__[name].default
+def _of_grpo(name: str) -> Any:
+    return GRPOConfig.__dataclass_fields__[name].default

@@ -86,9 +86,9 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
         if field.name in ISOPOConfig.__annotations__ and field.default is not MISSING:
             own[field.name] = getattr(args, field.name)
     if args.token_weights == "kpo":
-        own.update(epsilon=args.epsilon, epsilon_high=args.epsilon_high)
+        own["epsilon_high"] = args.epsilon_high
     else:
-        own = {name: value for name, value in own.items() if not name.startswith("kpo_")}
+        own = {name: value for name, value in own.items() if not name.startswith(("kpo_", "epsilon"))}
     if not rule.interacting:
         own.update(zip(("fisher_power", "norm_power", "relative_power"), rule.exponents, strict=True))
     own["regularization"] = rule.lambda_

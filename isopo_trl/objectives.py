@@ -19,7 +19,7 @@ from .geometry.statistics import scalar_dtype
 
 
 # Log-ratios are cut here: squares of ratios stay finite, also in float32
-_LIMIT = 40.0
+_LIMIT = 20.0
 # What is summed over tokens: their number, r, r^2 and an estimate of KL(pi_theta || pi_behaviour)
 SUMS = ("tokens", "ratio", "ratio^2", "kl")
 
@@ -66,7 +66,7 @@ def sampler_weights(
 
 def log_ratios(logps: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
     """
-    `log r_t` `[B, C]`, with the gradient of `logps`; 0 where `behaviour` is NaN, and cut at plus and minus 40, where
+    `log r_t` `[B, C]`, with the gradient of `logps`; 0 where `behaviour` is NaN, and cut at plus and minus 20, where
     it says no more than that the two policies have nothing in common.
     """
     own = logps.detach()

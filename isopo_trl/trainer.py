@@ -154,8 +154,16 @@ class ISOPOTrainer(GRPOTrainer):
             if checkpointing.get("use_reentrant"):
                 raise ValueError(
                     "token_weights='p3o' goes back through the model twice, which reentrant checkpointing cannot do: "
-                    "set gradient_checkpointing_kwargs={'use_reentrant': False}."
+                    "set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, where "
+                    "TRL insists on it) gradient_checkpointing=False."
                 )
+        generation: Any = args.generation_kwargs or {}
+        if args.token_weights == "kpo" and generation.get("temperature", args.temperature) > args.temperature:
+            logger.warning(
+                f"Tokens are sampled at temperature {generation['temperature']} and trained at {args.temperature}. "
+                "KPO's narrow range then clips what should be learned, and the rest flattens the policy: sample at "
+                "the temperature of the training, set epsilon and epsilon_high to 0.2, or use token_weights='p3o'."
+            )
         if args.kl_in_reward:
             self._reference: dict[str, Any] = {}
             # New lists: TRL keeps the ones it was given
@@ -236,7 +244,8 @@ class ISOPOTrainer(GRPOTrainer):
             value = value + (share * (1 - ess) * kl).sum()
             pull = share * (1 - ess) * kl_slope
             if any(self.isopo.rule.needs):
-                self.isopo.unscaled((pull * logps).sum())
+                with _unseen_by_deepspeed(model, inputs["outputs"]):
+                    self.isopo.unscaled((pull * logps).sum())
             else:  # there is nothing to rescale, and both parts can go back together
                 policy = share * weights[0].detach() * advantages.unsqueeze(1)
                 loss = ((pull - policy) * logps).sum()
@@ -245,13 +254,21 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         forward = super()._get_per_token_logps_and_entropies
-        logps, entropies, aux_loss = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        inputs = self._loss_inputs
+        inputs, outputs = self._loss_inputs, []
+        catch = None
+        if inputs is not None and self.is_deepspeed_enabled:
+            catch = model.register_forward_hook(lambda module, args, output: outputs.extend(output.values()))
+        try:
+            logps, entropies, aux_loss = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+        finally:
+            if catch is not None:
+                catch.remove()
         if inputs is None:
             if self.args.kl_in_reward:  # this is the reference model's pass, for `_kl_to_reference`
                 arguments = (input_ids, attention_mask, logits_to_keep, *args)
                 self._reference.update(logps=logps, arguments=arguments, keywords=kwargs)
             return logps, entropies, aux_loss
+        inputs["outputs"] = [x for x in outputs if isinstance(x, torch.Tensor)]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         inputs["broken"] = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
         behaviour = self._behaviour_logps(logps.detach(), inputs)
@@ -491,6 +508,30 @@ class ISOPOTrainer(GRPOTrainer):
                 "its weights, load them as the model and start a new run."
             )
         self.isopo.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+@contextmanager
+def _unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
+    """
+    Context for a backward pass that is not the loss's. DeepSpeed would take it for that: by hooks on what the engine's
+    forward returned (none elsewhere: `outputs` is empty), which divide the gradient and get ready for the reduction,
+    and in ZeRO-3 by counters that say whether a module's parameters are still to be fetched.
+    """
+    hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in outputs if x._backward_hooks]
+    modules = engine.modules() if outputs else ()
+    names = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
+    counters = [
+        (module, name, module.__dict__[name]) for module in modules for name in names if name in module.__dict__
+    ]
+    try:
+        for own, _ in hooks:
+            own.clear()
+        yield
+    finally:
+        for own, kept in hooks:
+            own.update(kept)
+        for module, name, value in counters:
+            setattr(module, name, value)
 
 
 def _padded(rows: list[list] | None, like: torch.Tensor, fill: float) -> torch.Tensor:

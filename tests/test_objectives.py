@@ -228,7 +228,7 @@ def test_log_ratios_have_the_gradient_of_the_policy_whatever_the_sampler_said():
     logps = torch.tensor([[-1.0, -2.0, -3.0, -4.0]], requires_grad=True)
     behaviour = torch.tensor([[-1.5, math.nan, -math.inf, -4.0]])
     ratios = log_ratios(logps, behaviour)
-    assert ratios.tolist() == [[0.5, 0.0, 40.0, 0.0]]
+    assert ratios.tolist() == [[0.5, 0.0, 20.0, 0.0]]
     (gradient,) = torch.autograd.grad(ratios.sum(), logps)
     assert (gradient == 1).all()
 

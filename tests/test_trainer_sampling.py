@@ -383,6 +383,13 @@ def test_generation_settings_of_the_model_make_fresh_data_off_policy(settings, t
     assert line["off_policy/ess"] < 1 and line["off_policy/ratio_mean"] != 1
 
 
+@pytest.mark.parametrize("heat", [None, 0.9, 1.2])
+def test_filter_is_warned_of_a_sampler_that_is_hotter_than_the_policy(heat, tmp_path, caplog):
+    kwargs = None if heat is None else {"temperature": heat}
+    training.build(tmp_path, token_weights="kpo", generation_kwargs=kwargs)
+    assert ("sampled at temperature 1.2 and trained at 1.0" in caplog.text) == (heat == 1.2)
+
+
 def test_data_of_an_earlier_call_of_train_is_not_fresh(tmp_path):
     trainer = training.build(tmp_path, token_weights="p3o", max_steps=1, num_iterations=2)
     ess = []

@@ -25,12 +25,12 @@ STEPS = 3
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def microbatch(number):
+def microbatch(number, shortest=1):
     """Microbatch `number` of the run, and the number of scored tokens in its optimizer step."""
     pair = []
     for seed in (number - number % 2, number - number % 2 + 1):
         generator = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(1, 9, (2, 4), generator=generator).tolist()
+        lengths = torch.randint(shortest, 9, (2, 4), generator=generator).tolist()
         pair.append(oracle.random_batch(*lengths, 100, seed=seed))
         pair[-1].advantages = pair[-1].advantages.float()
     batch = pair[number % 2]

@@ -1,0 +1,133 @@
+"""Token weights, and P3O's second way back through the graph, are the same however ranks cut the batch."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("token_weights_worker.py")
+# On two ranks, and what one rank does
+RUNS = {
+    "ddp-none-full-p3o": "ddp-none-full-p3o",
+    "ddp-fisher-full-p3o": "ddp-fisher-full-p3o",
+    "ddp-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
+    "ddp-fisher-full-kpo": "ddp-fisher-full-kpo",
+    "ddp-fisher-lora-sampler": "ddp-fisher-lora-sampler",
+    "fsdp2-none-full-p3o": "ddp-none-full-p3o",
+    "fsdp2-fisher-full-p3o": "ddp-fisher-full-p3o",
+    "fsdp2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
+    "fsdp2-fisher-full-kpo": "ddp-fisher-full-kpo",
+    "shard-fisher-full-kl": "loop-fisher-full-kl",
+    "shard-fisher-lora-kl": "loop-fisher-lora-kl",
+}
+ZERO = {
+    "zero2-none-full-p3o": "ddp-none-full-p3o",
+    "zero2-fisher-full-p3o": "ddp-fisher-full-p3o",
+    "zero2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
+    "zero2-fisher-full-kpo": "ddp-fisher-full-kpo",
+    "zero3-none-full-p3o": "ddp-none-full-p3o",
+    "zero3-fisher-full-p3o": "ddp-fisher-full-p3o",
+    "zero3-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
+    "zero3-fisher-full-kpo": "ddp-fisher-full-kpo",
+}
+# DeepSpeed divides what goes back by the number of accumulated microbatches, which on two ranks is one
+ACCUMULATED = {name: ZERO[name] for name in ("zero2-fisher-full-p3o", "zero3-fisher-full-p3o")}
+if importlib.util.find_spec("deepspeed") is None:
+    ZERO, ACCUMULATED = {}, {}
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each run left on each rank, of one and of two; one launch each, most of which is spent on imports."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the workers share
+    alone = {*RUNS.values(), *ACCUMULATED, "ddp-none-full-p3o-joined", "loop-fisher-full-none"}
+    # The loops find the process group that a trainer leaves behind
+    runs = {1: sorted(alone), 2: [*RUNS, *ZERO]}
+    outputs = {ranks: folder / f"token_weights-{ranks}.pt" for ranks in runs}
+    with FileLock(folder / "token_weights.lock"):
+        if not all(output.exists() for output in outputs.values()):
+            processes = [launch(ranks, outputs[ranks], runs[ranks]) for ranks in runs]
+            for process in processes:
+                said, _ = process.communicate(timeout=300)
+                assert process.returncode == 0, said[-3000:]
+    return {ranks: torch.load(output) for ranks, output in outputs.items()}
+
+
+def launch(ranks, output, runs):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["DS_ACCELERATOR"] = "cpu"
+    command = [*launcher, str(WORKER), str(output), *runs]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ranks(results, world, name):
+    for result in results[world][name]:
+        assert "error" not in result, result["error"]
+    return results[world][name]
+
+
+def distance(one, two):
+    """The largest relative difference between the weights that two runs end with."""
+    assert one["weights"].keys() == two["weights"].keys()
+    pairs = [(two["weights"][name], expected) for name, expected in one["weights"].items()]
+    return max((((weight - expected).norm() / expected.norm()).item()) for weight, expected in pairs)
+
+
+def figures(result):
+    return [{name: log[name] for name in log if name.startswith("off_policy/")} for log in result["logs"]]
+
+
+@pytest.mark.parametrize("name", [*RUNS, *ZERO])
+def test_two_ranks_train_to_the_weights_of_one(name, results):
+    (one,), (first, second) = ranks(results, 1, {**RUNS, **ZERO}[name]), ranks(results, 2, name)
+    wrapped = {"d": "DistributedDataParallel", "f": "FSDP", "s": "FSDP", "z": "DeepSpeedEngine"}[name[0]]
+    assert first["wrapped"].startswith(wrapped)
+    assert distance(one, first) < 2e-6
+    assert torch.equal(first["means"], second["means"]) or first["means"].isnan().all()
+    if "logs" in one:
+        assert figures(first) == figures(second), "ranks disagree"
+        for left, right in zip(figures(one), figures(first), strict=True):
+            assert left == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", list(ACCUMULATED))
+def test_deepspeed_accumulates_the_pull_as_it_is(name, results):
+    (one,), (accumulated,) = ranks(results, 1, ACCUMULATED[name]), ranks(results, 1, name)
+    assert accumulated["wrapped"] == "DeepSpeedEngine"
+    assert distance(one, accumulated) < 2e-6
+
+
+@pytest.mark.parametrize("name", [name for name in [*RUNS, *ZERO] if "p3o" in name])
+def test_ess_is_that_of_all_tokens_on_all_ranks(name, results):
+    (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
+    for result in ranks(results, 2, name):
+        ess = [line["off_policy/ess"] for line in figures(result)]
+        assert ess == pytest.approx(one["ess"], rel=1e-5) and all(0.5 < x < 0.98 for x in ess)
+
+
+def test_two_microbatches_in_one_give_the_same_weights(results):
+    (together,), (one,) = ranks(results, 1, "ddp-none-full-p3o-joined"), ranks(results, 1, "ddp-none-full-p3o")
+    assert distance(one, together) < 2e-6
+    ess = [line["off_policy/ess"] for line in figures(together)]
+    assert ess == pytest.approx(one["ess"], rel=1e-5)
+
+
+def test_the_unscaled_term_is_not_without_effect(results):
+    (plain,), (pulled,) = ranks(results, 1, "loop-fisher-full-none"), ranks(results, 1, "loop-fisher-full-kl")
+    assert distance(plain, pulled) > 0.01
