@@ -403,12 +403,15 @@ class ISOPOTrainer(GRPOTrainer):
     def _generate(self, prompts):
         self._turns = []
         output = super()._generate(prompts)
-        self._drawn_by_policy["train" if self.model.training else "eval"] = bool(self._turns) and all(self._turns)
+        by_policy = bool(self._turns) and all(self._turns)
+        self._drawn_by_policy["train" if self.model.training else "eval"] = by_policy
         if output[4] is None and self.args.token_weights != "none" and self.model.training:
             # The sampler says nothing of its log-probabilities: TRL computes them, once, if data will be stale
             self.args.gradient_accumulation_steps = self._accumulation
         if self.args.kl_in_reward:
-            self._reference.update(tool_mask=output[2], sampler_logps=output[4])
+            # Log-probabilities that transformers' generation drew with may be of another temperature, or truncated
+            known = by_policy or not self._turns
+            self._reference.update(tool_mask=output[2], sampler_logps=output[4] if known else None)
         return output
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):

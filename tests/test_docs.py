@@ -337,6 +337,12 @@ IN_PART = {
     ),
     "loss_type": ({"loss_type": "dr_grpo"}, {"loss_type": "cispo"}),
     "beta": ({"beta": 0.1, "kl_in_reward": True}, {"beta": 0.1}),
+    "epsilon": ({"epsilon": 0.1, "token_weights": "kpo"}, {"epsilon": 0.1}),
+    "epsilon_high": ({"epsilon_high": 0.28, "token_weights": "kpo"}, {"epsilon_high": 0.28}),
+    "importance_sampling_level": (
+        {"importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "sequence", "token_weights": "p3o"},
+    ),
 }
 
 
