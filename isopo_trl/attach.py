@@ -246,6 +246,7 @@ class ISOPO:
         microbatch.closed = True
         if any(microbatch.reached):
             self._verify(microbatch.reached)
+            self._verify_unscaled(microbatch)
             self._verified = True
             self._last = (microbatch.ledger, microbatch.reached)
             microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.reached])
@@ -278,6 +279,18 @@ class ISOPO:
                 "The backward pass must reach every trained layer exactly once, but reached " + listed + more + ". "
                 "Zero means that the layer took no part in the loss, or that something else replaced its forward; "
                 "more than one, that it is shared between places of the model. To go on, " + _ADVICE.format(_LINEAR)
+            )
+
+    def _verify_unscaled(self, microbatch: Microbatch) -> None:
+        """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
+        if microbatch.plain is None:
+            return
+        both = zip(self.layers, microbatch.plain.reached, microbatch.reached, strict=True)
+        lost = [_names(layer)[0] for layer, of_term, of_loss in both if of_term and not of_loss]
+        if lost:
+            raise RuntimeError(
+                f"The term given to `unscaled` reached {', '.join(lost[:8])}, but the loss did not, so its gradient "
+                "there is lost: take the term from what the loss is computed from, or freeze these layers."
             )
 
     # One optimizer step

@@ -18,10 +18,8 @@ import torch
 from .geometry.statistics import scalar_dtype
 
 
-# Log-ratios are cut here: squares of ratios stay finite, also in float32
-_LIMIT = 20.0
-# What is summed over tokens: their number, r, r^2 and an estimate of KL(pi_theta || pi_behaviour)
-SUMS = ("tokens", "ratio", "ratio^2", "kl")
+# Log-ratios are cut here, so that one token cannot have it all
+_LIMIT = 10.0
 
 
 def sampler_weights(
@@ -66,7 +64,7 @@ def sampler_weights(
 
 def log_ratios(logps: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
     """
-    `log r_t` `[B, C]`, with the gradient of `logps`; 0 where `behaviour` is NaN, and cut at plus and minus 20, where
+    `log r_t` `[B, C]`, with the gradient of `logps`; 0 where `behaviour` is NaN, and cut at plus and minus 10, where
     it says no more than that the two policies have nothing in common.
     """
     own = logps.detach()
@@ -79,8 +77,8 @@ def log_ratios(logps: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
 
 def ratio_sums(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
-    The sums over scored tokens of which batch figures are made, in the order of `SUMS`; they add up over microbatches
-    and ranks.
+    Number of scored tokens, and the sums over them of `r`, `r^2` and an estimate of `KL(pi_theta || pi_behaviour)`,
+    `[4]`; they add up over microbatches and ranks.
 
     The KL divergence is estimated by `r log r - r + 1`, which is never negative and whose mean over tokens of the
     behaviour policy is `KL(pi_theta || pi_behaviour)`.
@@ -167,7 +165,7 @@ def token_gains(mask: torch.Tensor, schedule: torch.Tensor) -> torch.Tensor:
     """
     scored = mask.bool()
     place = scored.cumsum(1) - 1
-    return schedule.to(mask.device)[place.clamp(min=0)] * scored
+    return schedule.to(mask.device, scalar_dtype(mask.device))[place.clamp(min=0)] * scored
 
 
 def filtered(z: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:

@@ -47,8 +47,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     With respect to [`~trl.GRPOTrainer`], the backward pass rescales each sequence's log-probability gradient, layer by
     layer, before it meets the advantage (see [`ISOPOConfig`]), and no pass over the data is made for an old policy's
-    log-probabilities: where `token_weights` need the behaviour policy's, they are the sampler's own. Everything else
-    (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
+    log-probabilities: where `token_weights` need the behaviour policy's, they are the sampler's own, if it gives them.
+    Everything else (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
 
     Example:
 
@@ -110,20 +110,21 @@ class ISOPOTrainer(GRPOTrainer):
                 "`GRPOConfig`, and the rule."
             )
         given = _SIGNATURE.bind(self, model, reward_funcs, args, *positional, **kwargs).arguments
-        if args.off_policy_mask_threshold is not None and not args.use_vllm and given.get("rollout_func") is None:
+        silent = not args.use_vllm and given.get("rollout_func") is None and args.token_weights == "none"
+        if args.off_policy_mask_threshold is not None and silent:
             raise ValueError(
                 "off_policy_mask_threshold compares with the sampler's log-probabilities, which only vLLM or a "
-                "`rollout_func` returns: set use_vllm=True, or leave the threshold unset."
+                "`rollout_func` returns, or transformers' generation for token_weights: set use_vllm=True or "
+                "token_weights, or leave the threshold unset."
             )
         # Inputs of the loss under way; the forward pass inside it adds the token weights
         self._loss_inputs: dict[str, Any] | None = None
         # Sums over the step's tokens, so far
         self._ratio_sums: torch.Tensor | None = None
-        # Optimizer steps, and how many there had been when the training data was generated
-        self._updates, self._generated_after = 0, -1
-        # For the single turns of a generation, and for the data of either mode: did the policy itself draw its tokens?
+        self._updates = 0  # optimizer steps
+        # For the turns of the last generation: did the policy itself, and nothing else, draw the tokens?
         self._turns: list[bool] = []
-        self._drawn_by_policy = {"train": False, "eval": False}
+        self._accumulation = args.gradient_accumulation_steps
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -157,12 +158,13 @@ class ISOPOTrainer(GRPOTrainer):
                     "set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, where "
                     "TRL insists on it) gradient_checkpointing=False."
                 )
-        generation: Any = args.generation_kwargs or {}
-        if args.token_weights == "kpo" and generation.get("temperature", args.temperature) > args.temperature:
+        if args.token_weights == "kpo" and not self._samples_at_temperature:
             logger.warning(
-                f"Tokens are sampled at temperature {generation['temperature']} and trained at {args.temperature}. "
-                "KPO's narrow range then clips what should be learned, and the rest flattens the policy: sample at "
-                "the temperature of the training, set epsilon and epsilon_high to 0.2, or use token_weights='p3o'."
+                "Tokens are not sampled from the distribution that is trained (top_p, top_k, min_p, "
+                "repetition_penalty, generation_kwargs), so filtered ratios leave KPO's narrow range from the first "
+                "step: most tokens with a negative advantage are clipped, and sampling at a higher temperature can "
+                "flatten the policy whatever the reward. Sample at `temperature` alone, set epsilon and epsilon_high "
+                "to 0.2, or use token_weights='p3o'."
             )
         if args.kl_in_reward:
             self._reference: dict[str, Any] = {}
@@ -174,7 +176,18 @@ class ISOPOTrainer(GRPOTrainer):
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
+    @property
+    def _samples_at_temperature(self) -> bool:
+        """Whether generation is asked for samples at the temperature of the loss, and for nothing else."""
+        args, others = self.args, dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
+        same = others.pop("temperature", args.temperature) == args.temperature and not others
+        return same and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
+
     # The loss
+
+    def train(self, *args, **kwargs):
+        self._ratio_sums = None
+        return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         try:
@@ -199,8 +212,8 @@ class ISOPOTrainer(GRPOTrainer):
             )
         if self.off_policy_mask_threshold is not None and "sampling_per_token_logps" not in inputs:
             raise ValueError(
-                "off_policy_mask_threshold compares with the sampler's log-probabilities, but the `rollout_func` "
-                "returned none: return `logprobs`, or leave the threshold unset."
+                "off_policy_mask_threshold compares with the sampler's log-probabilities, but the generation or "
+                "`rollout_func` returned none: return `logprobs`, or leave the threshold unset."
             )
         train = torch.is_grad_enabled()
         method = self.args.token_weights
@@ -237,7 +250,7 @@ class ISOPOTrainer(GRPOTrainer):
         slope, *by_weight = torch.autograd.grad(loss, [sign, *weights], retain_graph=True)
         value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
         if method == "p3o" and inputs["ess"] < 1:
-            logps, ess = inputs["logps"], inputs["ess"].to(value.dtype)
+            logps, ess = inputs["logps"], inputs["ess"]
             # By what the loss multiplies a token: its normalisation, and TRL's masks
             share = -by_weight[0] * sign.detach().unsqueeze(1)
             kl, kl_slope = kl_pull(inputs["log_ratio"], self.args.use_bias_correction_kl)
@@ -249,14 +262,16 @@ class ISOPOTrainer(GRPOTrainer):
             else:  # there is nothing to rescale, and both parts can go back together
                 policy = share * weights[0].detach() * advantages.unsqueeze(1)
                 loss = ((pull - policy) * logps).sum()
-                microbatch.weigh(torch.ones_like(advantages))
+                # An advantage that is not finite is to be noticed
+                microbatch.weigh(torch.where(advantages.isfinite(), 1.0, advantages))
         return loss + (value - loss).detach()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
         forward = super()._get_per_token_logps_and_entropies
         inputs, outputs = self._loss_inputs, []
         catch = None
-        if inputs is not None and self.is_deepspeed_enabled:
+        twice = self.args.token_weights == "p3o" and any(self.isopo.rule.needs)
+        if inputs is not None and twice and self.is_deepspeed_enabled:
             catch = model.register_forward_hook(lambda module, args, output: outputs.extend(output.values()))
         try:
             logps, entropies, aux_loss = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -271,9 +286,9 @@ class ISOPOTrainer(GRPOTrainer):
         inputs["outputs"] = [x for x in outputs if isinstance(x, torch.Tensor)]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         inputs["broken"] = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
-        behaviour = self._behaviour_logps(logps.detach(), inputs)
-        inputs.pop("old_per_token_logps", None)  # TRL would take the ratio to it
         if self.args.token_weights != "none":
+            behaviour = self._behaviour_logps(logps.detach(), inputs)
+            inputs.pop("old_per_token_logps", None)  # TRL would take the ratio to it
             logps = self._weigh_tokens(logps, behaviour, mask, inputs)
         return logps, entropies, aux_loss
 
@@ -282,9 +297,8 @@ class ISOPOTrainer(GRPOTrainer):
     def _behaviour_logps(self, logps, inputs):
         """Log-probabilities under the policy that drew the tokens; NaN where nobody knows."""
         sampler = inputs.get("sampling_per_token_logps")
-        training = self.model.training
-        fresh = not training or self._updates == self._generated_after
-        if sampler is not None and not (fresh and self._drawn_by_policy["train" if training else "eval"]):
+        fresh = int(inputs.get("generated_after", -1)) == self._updates
+        if sampler is not None and not (fresh and inputs.get("drawn_by_policy", False)):
             return sampler
         return logps if fresh else inputs.get("old_per_token_logps", logps)
 
@@ -297,7 +311,7 @@ class ISOPOTrainer(GRPOTrainer):
             rho = self._filtered(log_ratio, mask)
             sums = torch.cat([sums, (rho.detach().exp() * mask).sum(dtype=sums.dtype).unsqueeze(0)])
         sums = self.accelerator.reduce(sums, reduction="sum")
-        if self.model.training:
+        if torch.is_grad_enabled():
             # Over the step's microbatches up to this one: the later ones have not been seen
             self._ratio_sums = sums = sums if self._ratio_sums is None else self._ratio_sums + sums
         else:
@@ -308,7 +322,7 @@ class ISOPOTrainer(GRPOTrainer):
             inputs["old_per_token_logps"] = torch.zeros_like(logps)
             return rho
         if method == "p3o":
-            ess = batch_figures(sums)["ess"]
+            ess = batch_figures(sums)["ess"].to(logps.dtype)
             weights = p3o_weights(log_ratio, ess).requires_grad_(torch.is_grad_enabled())
             inputs.update(importance_sampling_ratio=weights, logps=logps, log_ratio=log_ratio.detach(), ess=ess)
         else:
@@ -365,6 +379,7 @@ class ISOPOTrainer(GRPOTrainer):
         return weights
 
     def _log_step(self, figures: dict[str, float]) -> None:
+        sums, self._ratio_sums = self._ratio_sums, None
         broken = int(figures.pop("broken_sequences"))
         if broken:
             raise FloatingPointError(
@@ -374,9 +389,8 @@ class ISOPOTrainer(GRPOTrainer):
             )
         for name, value in figures.items():
             self._metrics["train"][f"isopo/{name}"].append(value)
-        if self._ratio_sums is not None:
-            self._log_ratios("train", self._ratio_sums)
-            self._ratio_sums = None
+        if sums is not None:
+            self._log_ratios("train", sums)
 
     # Generation: no old policy but the sampler's; the KL, if any, in the reward
 
@@ -386,13 +400,19 @@ class ISOPOTrainer(GRPOTrainer):
         correction = self.vllm_importance_sampling_correction
         self.args.gradient_accumulation_steps = self._generate_every
         self.vllm_importance_sampling_correction = False
-        if self.model.training:
-            self._generated_after = self._updates
         try:
-            return super()._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(inputs)
         finally:
             self.args.gradient_accumulation_steps = self._accumulation
             self.vllm_importance_sampling_correction = correction
+        if self.args.token_weights != "none":
+            output["generated_after"] = torch.tensor(self._updates)
+            output["drawn_by_policy"] = torch.tensor(self._drawn_by_policy)
+        return output
+
+    @property
+    def _drawn_by_policy(self) -> bool:
+        return self.rollout_func is None and bool(self._turns) and all(self._turns)
 
     @property
     def _generate_every(self) -> int:
@@ -401,17 +421,17 @@ class ISOPOTrainer(GRPOTrainer):
         return self.args.steps_per_generation * self.num_iterations
 
     def _generate(self, prompts):
+        training = self.model.training
         self._turns = []
         output = super()._generate(prompts)
-        by_policy = bool(self._turns) and all(self._turns)
-        self._drawn_by_policy["train" if self.model.training else "eval"] = by_policy
-        if output[4] is None and self.args.token_weights != "none" and self.model.training:
+        if output[4] is None and self.args.token_weights != "none" and training:
             # The sampler says nothing of its log-probabilities: TRL computes them, once, if data will be stale
             self.args.gradient_accumulation_steps = self._accumulation
         if self.args.kl_in_reward:
-            # Log-probabilities that transformers' generation drew with may be of another temperature, or truncated
-            known = by_policy or not self._turns
-            self._reference.update(tool_mask=output[2], sampler_logps=output[4] if known else None)
+            # What tokens were drawn with may be of another temperature, or truncated; a rollout_func is trusted
+            own = self.rollout_func is not None or self._drawn_by_policy
+            own = own or (self.use_vllm and self._samples_at_temperature)
+            self._reference.update(tool_mask=output[2], sampler_logps=output[4] if own else None)
         return output
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):

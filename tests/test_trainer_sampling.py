@@ -259,7 +259,7 @@ class Watch(ISOPOTrainer):
         prompts, completions = real(batch["prompt_ids"], batch["prompt_mask"]), self.completions(batch)
         for prompt, completion in zip(prompts, completions, strict=True):
             logps = training.log_probabilities(self.model, prompt, completion, self.heat)
-            self.drawn[*prompt, *completion, self._generated_after] = logps
+            self.drawn[*prompt, *completion, int(batch["generated_after"])] = logps
         self.model.train(training_mode)
         return batch
 
@@ -272,7 +272,7 @@ class Watch(ISOPOTrainer):
         for prompt, completion in zip(
             real(inputs["prompt_ids"], inputs["prompt_mask"]), self.completions(inputs), strict=True
         ):
-            expected.append(self.drawn[*prompt, *completion, self._generated_after])
+            expected.append(self.drawn[*prompt, *completion, int(inputs["generated_after"])])
         self.microbatches.append((inputs, expected))
         return super()._compute_loss(model, inputs)
 
@@ -383,11 +383,75 @@ def test_generation_settings_of_the_model_make_fresh_data_off_policy(settings, t
     assert line["off_policy/ess"] < 1 and line["off_policy/ratio_mean"] != 1
 
 
-@pytest.mark.parametrize("heat", [None, 0.9, 1.2])
-def test_filter_is_warned_of_a_sampler_that_is_hotter_than_the_policy(heat, tmp_path, caplog):
-    kwargs = None if heat is None else {"temperature": heat}
-    training.build(tmp_path, token_weights="kpo", generation_kwargs=kwargs)
-    assert ("sampled at temperature 1.2 and trained at 1.0" in caplog.text) == (heat == 1.2)
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({}, False),
+        ({"temperature": 0.7}, False),
+        ({"generation_kwargs": {"temperature": 1.0}}, False),
+        ({"generation_kwargs": {"temperature": 1.2}}, True),
+        ({"generation_kwargs": {"min_p": 0.1}}, True),
+        ({"top_p": 0.9}, True),
+        ({"top_k": 20}, True),
+    ],
+    ids=str,
+)
+def test_filter_is_warned_of_a_sampler_that_is_not_the_policy(settings, warned, tmp_path, caplog):
+    training.build(tmp_path, token_weights="kpo", **settings)
+    assert ("not sampled from the distribution that is trained" in caplog.text) == warned
+
+
+def test_rollout_that_uses_the_trainers_own_generation_keeps_its_log_probabilities(tmp_path):
+    def rollout(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completion_ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, 3)
+        hotter = [[x - 0.1 * place for place, x in enumerate(row)] for row in logprobs]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": hotter}
+
+    options = {"rollout_func": rollout}
+    (line,) = training.train(training.build(tmp_path, token_weights="p3o", max_steps=1, options=options))
+    assert line["off_policy/ess"] < 1 and line["off_policy/ratio_mean"] > 1
+
+
+@pytest.mark.parametrize("rule", ["none", "fisher"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_advantage_that_is_not_finite_stops_the_run_before_the_weights_move(weights, rule, tmp_path):
+    class Broken(ISOPOTrainer):
+        def _compute_loss(self, model, inputs):
+            if self.state.global_step == 1:  # the second use, where data is off-policy
+                inputs = {**inputs, "advantages": inputs["advantages"] * math.nan}
+            return super()._compute_loss(model, inputs)
+
+    settings = {"rule": rule, "token_weights": weights, "num_iterations": 2, "max_steps": 4}
+    trainer = training.build(tmp_path, kind=Broken, **settings)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        trainer.train()
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    assert trainer.state.global_step == 1 and trainer._ratio_sums is None
+
+
+def test_evaluation_between_two_uses_of_the_data_changes_nothing_in_training(tmp_path):
+    def losses(**settings):
+        trainer = training.build(tmp_path, token_weights="p3o", num_iterations=2, max_steps=2, **settings)
+        torch.manual_seed(0)
+        trainer.train()
+        return [line["off_policy/ess"] for line in trainer.state.log_history if "off_policy/ess" in line]
+
+    class InTrainMode(ISOPOTrainer):  # as TRL's continuous batching leaves the model after it has generated
+        def _generate_single_turn(self, *args, **kwargs):
+            output = super()._generate_single_turn(*args, **kwargs)
+            self.model.train()
+            return output
+
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "options": {"eval_dataset": tiny.prompts(3)}}
+    plain = losses()
+    assert losses(**evaluating, per_device_eval_batch_size=3) == plain
+    assert losses(**evaluating, per_device_eval_batch_size=3, kind=InTrainMode)[:2] == plain
+
+
+def test_off_policy_mask_works_with_what_transformers_drew_with(tmp_path):
+    settings = {"token_weights": "sampler", "num_iterations": 2, "off_policy_mask_threshold": 0.5}
+    training.train(training.build(tmp_path, **settings))
 
 
 def test_data_of_an_earlier_call_of_train_is_not_fresh(tmp_path):

@@ -126,7 +126,7 @@ def layer_backward(backward: Callable) -> Callable:
         microbatch = ctx.microbatch
         if microbatch.plain is None:
             return backward(ctx, *gradients)
-        kept = getattr(ctx, "unscaled", None)
+        kept, ctx.unscaled = getattr(ctx, "unscaled", None), None
         if not microbatch.recording:
             return _added(backward(ctx, *gradients), kept)
         try:
