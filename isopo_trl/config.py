@@ -95,7 +95,8 @@ class ISOPOConfig(GRPOConfig):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
             `RLOOTrainer` does. Required for `beta != 0`: a KL term in the loss carries no advantage, so it cannot take
             part in ISOPO's single backward pass. Costs a forward pass of the reference model per generation, and one
-            of the policy where the sampler does not return log-probabilities.
+            of the policy where the sampler does not return its log-probabilities, or draws at another temperature or
+            truncated.
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
