@@ -462,7 +462,9 @@ def generated(trainer):
     """A batch that the trainer has just generated."""
     data = trainer._generate_and_score_completions([{"prompt": text} for text in ("What?", "Is it so?", "No")])
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    return oracle.Batch(*(data[name] for name in names), torch.tensor([0.8, -1.1, 0.4], dtype=torch.float64))
+    advantages = torch.tensor([0.8, -1.1, 0.4], dtype=torch.float64)
+    extra = {name: data[name] for name in ("generated_after", "drawn_by_policy")}
+    return oracle.Batch(*(data[name] for name in names), advantages, extra)
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["same sampler", "fresh data"])
