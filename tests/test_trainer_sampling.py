@@ -547,6 +547,16 @@ def test_beam_search_is_scored_once_where_data_will_be_stale(tmp_path):
     assert scoring_passes(training.build(tmp_path, max_steps=2, **beams)) == [True, True]
 
 
+def test_continuous_batching_is_scored_once_where_data_will_be_stale(tmp_path):
+    batching = {"num_blocks": 8, "max_batch_tokens": 64, "page_size": 32}  # of a cache that is quick to set up
+    settings = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": batching}
+    trainer = training.build(tmp_path, num_iterations=2, max_steps=4, token_weights="p3o", **settings)
+    passes = scoring_passes(trainer)
+    assert passes.count(True) == 4 and passes.count(False) == 2
+    ess = [line["off_policy/ess"] for line in trainer.state.log_history if "off_policy/ess" in line]
+    assert [value == 1 for value in ess] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_log_probabilities_of_a_rollout_are_the_samplers(weights, tmp_path):
     trainer = training.build(tmp_path, options={"rollout_func": sampled}, token_weights=weights, max_steps=1)
