@@ -220,6 +220,7 @@ class ISOPOConfig(GRPOConfig):
         clipping = self._given("delta") if kpo else self._given("epsilon", "epsilon_high", "delta")
         schedule = self._given("kpo_initial_variance", "kpo_process_noise")
         of_kpo = [*self._given("kpo_gain", "kpo_stop_gradient"), *schedule]
+        of_sampler = self._given(*(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")))
         return [
             (
                 self.token_weights not in TOKEN_WEIGHTS,
@@ -306,6 +307,11 @@ class ISOPOConfig(GRPOConfig):
                 bool(self.router_aux_loss_coef),
                 f"router_aux_loss_coef={self.router_aux_loss_coef} adds a load-balancing loss without an advantage, "
                 "which cannot be part of ISOPO's single pass: set router_aux_loss_coef=0.0.",
+            ),
+            (
+                self.token_weights in ("p3o", "kpo") and bool(of_sampler),
+                f"{', '.join(of_sampler)} is a setting of the sampler's correction, which "
+                f"token_weights={self.token_weights!r} takes the place of: remove it, or set token_weights='sampler'.",
             ),
             (
                 self.vllm_importance_sampling_mode not in SAMPLER_MODES,

@@ -106,6 +106,14 @@ REFUSED = [
     ({"token_weights": "kpo", "delta": 2.0}, ["delta=2.0", "remove"]),
     ({"token_weights": "p3o", "epsilon": 0.1}, ["epsilon=0.1", "remove", "token_weights='kpo'"]),
     (
+        {"token_weights": "p3o", "vllm_importance_sampling_mode": "token_truncate"},
+        ["vllm_importance_sampling_mode=token_truncate", "token_weights='p3o'", "remove", "token_weights='sampler'"],
+    ),
+    (
+        {"token_weights": "kpo", "vllm_importance_sampling_clip_max": 2.0},
+        ["vllm_importance_sampling_clip_max=2.0", "token_weights='kpo'", "remove"],
+    ),
+    (
         {"token_weights": "kpo", "off_policy_mask_threshold": 0.5},
         ["off_policy_mask_threshold", "token_weights='kpo'", "unset"],
     ),
