@@ -762,6 +762,19 @@ def test_unscaled_after_the_backward_is_refused():
     assert isopo.current is None
 
 
+def test_unscaled_gradient_of_a_layer_that_the_loss_does_not_reach_is_not_lost_silently():
+    model, batch = build("llama"), oracle.random_batch([3, 1], [2, 4], 100)
+    isopo = ISOPO(model)
+    with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
+        token_logps(model, batch).sum().backward()
+    with pytest.raises(RuntimeError, match=r"reached model\.layers\.1\..*, but the loss did not"):
+        with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
+            ids, mask = batch.input_ids, batch.attention_mask
+            output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+            isopo.unscaled(output.logits.square().sum())
+            output.hidden_states[1].sum().backward()
+
+
 def test_unscaled_before_the_forward_is_refused():
     model, batch = build("llama"), oracle.random_batch([3, 1], [2, 4], 100)
     isopo = ISOPO(model)

@@ -129,6 +129,30 @@ def test_divergence_costs_one_pass_of_policy_and_reference_per_generation(tmp_pa
     assert passes == {"policy": 3, "reference": 3, "training": 3}
 
 
+@pytest.mark.parametrize(
+    ("settings", "passes_of_policy"),
+    [({}, 0), ({"top_p": 0.5}, 1), ({"generation_kwargs": {"temperature": 1.3}}, 1)],
+    ids=str,
+)
+def test_divergence_is_the_policys_where_another_distribution_drew(settings, passes_of_policy, tmp_path):
+    """What tokens were drawn with, which token weights ask for, saves the policy's pass only if the policy drew."""
+    kl, passes = {}, {}
+    for weights in ("none", "p3o"):
+        model, options, *_ = policy_and_reference("full", tmp_path)
+        own = {**SETTINGS, **settings, "max_steps": 1, "token_weights": weights}
+        trainer = training.build(tmp_path, model, options=options, **own)
+        passes[weights] = 0
+
+        def count(module, args, kwargs, weights=weights):
+            passes[weights] += bool(kwargs.get("fused_lm_head")) and not torch.is_grad_enabled()
+
+        trainer.model.register_forward_pre_hook(count, with_kwargs=True)
+        trainer.train()
+        kl[weights] = trainer.state.log_history[0]["kl"]
+    assert kl["p3o"] == pytest.approx(kl["none"], abs=1e-5)  # 0: the policy is still the reference
+    assert passes == {"none": 1, "p3o": passes_of_policy}
+
+
 @pytest.mark.parametrize("case", ["full", "adapter"])
 def test_loss_has_no_divergence_in_it(case, tmp_path):
     inputs = oracle.random_batch([3, 1, 5], [6, 5, 2], 100, advantages=[1.3, -0.7, 0.4]).for_trl()
