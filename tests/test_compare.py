@@ -263,7 +263,7 @@ def test_command_runs_as_a_module(tmp_path):
     folder = write(tmp_path / "run", log(*CURVES))
     command = [sys.executable, "-m", "isopo_trl.compare", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("Drawn to comparison.png\n")
     png_size(tmp_path / "comparison.png")

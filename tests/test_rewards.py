@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import threading
-import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -302,12 +301,11 @@ MEGABYTES = [
 
 
 @pytest.mark.parametrize("text", MEGABYTES, ids=lambda text: ascii(text[:8]))
-def test_a_million_characters_take_milliseconds(text):
-    start = time.perf_counter()
+def test_a_million_characters_are_read_in_linear_time(text):
+    """A quadratic time would be hours: there is no need of a clock to see it."""
     for before in ("", "5 ", "#### ", "\\boxed{", "5 #### -", "-\\frac{"):
         gsm8k_reward([before + text, text + before, before + text + "}"], [1, "1", "#### 1"], prompts=[text] * 3)
         format_reward([before + text, text + before])
-    assert time.perf_counter() - start < 5  # seconds; a quadratic time would be hours
 
 
 GOLDS = [
