@@ -35,6 +35,9 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from isopo_trl.callbacks import PICTURE, ValidationCallback
+from isopo_trl.data import INSTRUCTION, as_prompts, checked, load_gsm8k
+from isopo_trl.rewards import format_reward, gsm8k_reward
 from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import (
     GRPOConfig,
@@ -47,9 +50,6 @@ from trl import (
 )
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.callbacks import PICTURE, ValidationCallback
-from isopo_trl.data import INSTRUCTION, as_prompts, checked, load_gsm8k
-from isopo_trl.rewards import format_reward, gsm8k_reward
 
 
 TRAINERS = ("isopo", "reinforce", "grpo")

@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 import isopo_trl
-from isopo_trl.callbacks import ValidationCallback
 from isopo_trl.model_card import _before, _replaced
+from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
 
 

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.callbacks import ValidationCallback
+from isopo_trl.validation import ValidationCallback
 from tests import tiny
 
 

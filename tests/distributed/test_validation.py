@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from peft import get_peft_model
 
-from isopo_trl.callbacks import ValidationCallback
+from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
 from tests.distributed.validation_worker import KL_ROWS, ROWS, build
 
