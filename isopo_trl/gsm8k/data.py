@@ -53,7 +53,7 @@ def load_gsm8k(
         config = "main"
     try:
         first, second = (load_dataset(source, config, split=split) for split in (train, test))
-    except Exception as error:  # the Hub's client raises a great many kinds
+    except Exception as error:  # the Hub's client raises many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"The data set {source!r} is neither a file nor could it be loaded from the Hub: {reason}"
