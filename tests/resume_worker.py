@@ -32,9 +32,8 @@ class Log(TrainerCallback):
 
 
 def main(folder, log, rule, fate=None):
-    torch.set_num_threads(1)
     args = ISOPOConfig(
-        folder,
+        str(folder),
         rule=rule,
         regularization=0.5,
         use_cpu=True,
@@ -63,4 +62,5 @@ def main(folder, log, rule, fate=None):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main(*sys.argv[1:])
