@@ -1,7 +1,6 @@
 """The seam to TRL: what is not as expected is found at import and named; what is borrowed is given back."""
 
 import ast
-import inspect
 import os
 import re
 import subprocess
@@ -136,32 +135,34 @@ import isopo_trl
         assert part in last, part
 
 
-# Methods that are overridden may be named outside of the seam, where they are defined and where they call TRL's own
+# May be named outside of the seam, where they are overridden
+OF_TRANSFORMERS = {"_save_checkpoint", "_load_optimizer_and_scheduler", "_get_output_dir"}
 OVERRIDDEN = {"_compute_loss", "_generate_and_score_completions", "_calculate_rewards"}
+KEYS = re.compile(r"(prompt|completion|tool)_mask|\w+_per_token_logps|importance_sampling_ratio")
 
 
-def private_names():
-    """Names of TRL that stand in the seam: what it looks up, reads, and finds in a batch."""
-    own = {node.name for node in ast.walk(ast.parse(inspect.getsource(trl_seam))) if isinstance(node, ast.FunctionDef)}
-    public = {"advantages", "beta", "completion_mask", "temperature", "ref_model", "rollout_func"}
-    code = inspect.getsource(trl_seam)
-    quoted = set(re.findall(r'"([a-z_]+)"', code)) | set(re.findall(r"trl[\w.]*\.(\w+)\"", code))
-    of_trl = {name for name in quoted if re.fullmatch(r"_[a-z]\w+|\w*(logps|mask|sampling_ratio)", name)}
-    return of_trl - own - public
+def used(path):
+    """Private attributes, and keys of a batch, that a file names."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and re.match("_[a-z]", node.attr)}
+    texts = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    paths = {text.rpartition(".")[2] for text in texts if text.startswith("trl.")}
+    private = {text for text in texts | paths if re.fullmatch(r"_[a-z]\w+", text)}
+    return attributes | private, {text for text in texts if KEYS.fullmatch(text)}
 
 
 def test_private_names_of_trl_stand_in_the_seam_alone():
-    names = private_names()
-    assert {"_metrics", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies"} <= names
-    assert {"sampling_per_token_logps", "old_per_token_logps", "importance_sampling_ratio"} <= names
-    files = [ROOT / "isopo_trl" / f"{name}.py" for name in ("trainer", "config", "generation", "kl_reward")]
-    for path in [*files, *(ROOT / "isopo_trl" / "token_weights").glob("*.py")]:
-        tree = ast.parse(path.read_text())
-        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        keys = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-        used |= {key.value for key in keys if isinstance(key, ast.Constant)}
-        allowed = OVERRIDDEN if path.name == "trainer.py" else set()
-        assert used & names <= allowed, f"{path.name}: {used & names - allowed}"
+    package = ROOT / "isopo_trl"
+    private, keys = used(package / "trl_seam.py")
+    assert {"_metrics", "_generate", "_generate_single_turn", "_get_per_token_logps_and_entropies"} <= private
+    assert {"sampling_per_token_logps", "old_per_token_logps", "importance_sampling_ratio", "tool_mask"} <= keys
+    files = [package / f"{name}.py" for name in ("trainer", "config", "generation", "kl_reward")]
+    for path in [*files, *(package / "token_weights").glob("*.py")]:
+        own_private, own_keys = used(path)
+        assert (own_private & private) <= OVERRIDDEN, path.name
+        assert own_keys == set(), path.name
+        # Nor anything else that a trainer of TRL's has
+        assert {name for name in own_private if hasattr(GRPOTrainer, name)} <= OVERRIDDEN | OF_TRANSFORMERS, path.name
 
 
 # What is borrowed

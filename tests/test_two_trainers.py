@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from tests import tiny, training
 from tests.test_oracle import build, check, everything_in_float64, trainer_for  # noqa: F401
@@ -71,7 +72,7 @@ def run(folder, **settings):
 
 def test_run_inside_another_trainers_reward_leaves_both_as_if_alone(tmp_path):
     inner = {"token_weights": "kpo", "rule": "fig4", "beta": 0.1, "kl_in_reward": True}
-    inner["model"] = tiny.save(tmp_path / "model", "qwen3")
+    inner["options"] = {"peft_config": LoraConfig(r=2, target_modules="all-linear")}  # the base is the reference
     alone, alone_inner = run(tmp_path, token_weights="p3o"), run(tmp_path, **inner)
     runs = []
 
