@@ -74,6 +74,7 @@ class ISOPOConfig(GRPOConfig):
               ignores that, as the code of P3O's authors does (`1 - 1 / r`).
             - `"kpo"`: [KPO](https://huggingface.co/papers/2602.10609). The objective `min(r A, clip(r) A)` with `log
               r` passed through a Kalman filter along the completion.
+            - The name of a weighting that was added with `isopo_trl.token_weights.register`.
 
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction`, else `"none"`.
         epsilon, epsilon_high (`float`, *optional*):
