@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # processes that they start.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["OMP_WAIT_POLICY"] = "passive"  # those that ask for more: a thread that waits does not count to a billion
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # where one asks for more, they wait without work
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
