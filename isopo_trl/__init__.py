@@ -23,8 +23,8 @@ def _check_trl() -> None:
 
 _check_trl()
 
-from .attach import ISOPO  # noqa: E402
 from .config import ISOPOConfig  # noqa: E402
+from .isopo import ISOPO  # noqa: E402
 from .trainer import ISOPOTrainer  # noqa: E402
 
 

@@ -89,9 +89,7 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
         own["epsilon_high"] = args.epsilon_high
     else:
         own = {name: value for name, value in own.items() if not name.startswith(("kpo_", "epsilon"))}
-    if not rule.interacting:
-        own.update(zip(("fisher_power", "norm_power", "relative_power"), rule.exponents, strict=True))
-    own["regularization"] = rule.lambda_
+    own.update(rule.settings)
     rows = {**own, **{name: getattr(args, name) for name in _SETTINGS}}
     if is_peft_model(trainer.model):
         config = trainer.model.active_peft_config

@@ -17,9 +17,9 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 from . import model_card
-from .attach import ISOPO
 from .config import ISOPOConfig
 from .generation import recording
+from .isopo import ISOPO
 from .objectives import (
     batch_figures,
     filtered,
@@ -139,15 +139,9 @@ class ISOPOTrainer(GRPOTrainer):
             )
         self.isopo = ISOPO(
             self.model,
-            args.rule,
-            fisher_power=args.fisher_power,
-            norm_power=args.norm_power,
-            relative_power=args.relative_power,
-            regularization=args.regularization,
+            args._rule(),
             regularization_decay=args.regularization_decay,
-            keep_small=args.keep_small,
             fisher_samples=args.fisher_samples,
-            scale=args.scale,
             seed=args.seed,
         )
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
@@ -263,7 +257,7 @@ class ISOPOTrainer(GRPOTrainer):
                 policy = share * weights[0].detach() * advantages.unsqueeze(1)
                 loss = ((pull - policy) * logps).sum()
                 # An advantage that is not finite is to be noticed
-                microbatch.weigh(torch.where(advantages.isfinite(), 1.0, advantages))
+                microbatch.set_advantages(torch.where(advantages.isfinite(), 1.0, advantages))
         return loss + (value - loss).detach()
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):

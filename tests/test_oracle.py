@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 import isopo_trl.layers.linear
 import isopo_trl.layers.lm_head
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
-from isopo_trl.geometry.running import EXPECTATIONS
+from isopo_trl.rules.running import EXPECTATIONS
 from tests import oracle, tiny
 
 
