@@ -1,7 +1,6 @@
 """Validation while training: greedy accuracy and the KL divergence from the initial policy."""
 
 import asyncio
-import copy
 import inspect
 import math
 import os
@@ -12,17 +11,15 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 from transformers.utils import is_matplotlib_available
 from trl import GRPOTrainer
 from trl.data_utils import is_conversational
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import pad
 
-from .compare import STATE, draw
-from .rewards import gsm8k_reward
+from ..gsm8k import gsm8k_reward
+from .completions import complete, decoding, log_probabilities, takes_images
+from .curves import STATE, draw
+from .initial_policy import InitialPolicy, kl_estimates
 
 
 logger = get_logger(__name__)
@@ -34,8 +31,8 @@ class ValidationCallback(TrainerCallback):
     """
     Measures the policy before training, every `steps` optimizer steps, and at the end:
 
-    - `validation/accuracy`: mean reward of one greedy completion of each prompt.
-    - `validation/kl`: estimate of `KL(policy || initial policy)`, in nats a completion, at the training temperature.
+    - `validation/accuracy`: mean reward of one greedy completion per prompt.
+    - `validation/kl`: estimate of `KL(policy || initial policy)`, in nats per completion, at the training temperature.
     - `validation/length`: mean number of tokens of the greedy completions.
 
     They go to the trainer's log, and so to whatever `report_to` names; the curves are drawn to `validation.png` in the
@@ -60,7 +57,7 @@ class ValidationCallback(TrainerCallback):
             The trainer, of any kind derived from TRL's `GRPOTrainer`.
         dataset (`Dataset`):
             Prompts in the column `prompt`, and what the reward function takes in others.
-        reward_func (`Callable`, *optional*, defaults to [`~rewards.gsm8k_reward`]):
+        reward_func (`Callable`, *optional*, defaults to [`~gsm8k.gsm8k_reward`]):
             What is averaged: a reward function as TRL calls it. Completions for which it returns `None` are left out.
         steps (`int`, *optional*, defaults to `50`):
             Optimizer steps between two validations.
@@ -95,7 +92,7 @@ class ValidationCallback(TrainerCallback):
                 "ValidationCallback completes each prompt once, which is not what tools, environments or a "
                 "`rollout_func` do: pass an `eval_dataset` to the trainer instead."
             )
-        if trainer._is_vlm and kl_prompts:
+        if takes_images(trainer) and kl_prompts:
             raise ValueError("The KL divergence of a vision-language model is not supported: set kl_prompts=0.")
         args: Any = trainer.args
         self.trainer: Any = trainer
@@ -112,6 +109,11 @@ class ValidationCallback(TrainerCallback):
         self._initial: InitialPolicy | None = None
         if self.kl_prompts and not self._sharded:
             self._initial = InitialPolicy(trainer)
+
+    @property
+    def picture(self) -> str:
+        """Where the curves are drawn, if matplotlib is installed."""
+        return os.path.join(self.trainer.args.output_dir, PICTURE)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.completions.clear()
@@ -154,12 +156,12 @@ class ValidationCallback(TrainerCallback):
             trainer.state.save_to_json(os.path.join(trainer.args.output_dir, STATE))
             if is_matplotlib_available():
                 name = type(trainer).__name__.removesuffix("Trainer")
-                draw({name: trainer.state.log_history}, os.path.join(trainer.args.output_dir, PICTURE))
+                draw({name: trainer.state.log_history}, self.picture)
         return figures
 
     def _accuracy(self, step: int) -> dict[str, float]:
         texts, sums = [], torch.zeros(4, dtype=torch.float64)
-        with self._decoding(greedy=True):
+        with decoding(self.trainer, greedy=True):
             for rows, real in self._batches(len(self.dataset)):
                 _, completion_ids = self._complete(rows["prompt"])
                 batch = self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
@@ -197,51 +199,24 @@ class ValidationCallback(TrainerCallback):
                 return thread.submit(asyncio.run, rewards).result()
         return rewards
 
-    def _kl(self, initial: "InitialPolicy") -> float:
+    def _kl(self, initial: InitialPolicy) -> float:
         batches = []
-        with self._decoding(greedy=False):
+        with decoding(self.trainer, greedy=False):
             for rows, real in self._batches(self.kl_prompts):
                 batches.append((*self._complete(rows["prompt"]), real))
-        now = [self._log_probabilities(*batch[:2]) for batch in batches]
+        now = [log_probabilities(self.trainer, *ids) for *ids, _ in batches]
         with initial.in_place_of(self.trainer):
-            then = [self._log_probabilities(*batch[:2]) for batch in batches]
+            then = [log_probabilities(self.trainer, *ids) for *ids, _ in batches]
         sums = torch.zeros(2, dtype=torch.float64)
         for (*_, real), (logps, mask), (initial_logps, _) in zip(batches, now, then, strict=True):
-            difference = (initial_logps - logps).cpu().double()
-            kl = ((difference.exp() - 1 - difference) * mask.cpu()).sum(1)
+            kl = kl_estimates(logps, initial_logps, mask)
             sums += torch.stack([kl[torch.tensor(real)].sum(), torch.tensor(float(sum(real)))])
         total, count = self._over_ranks(sums)
         return total / count
 
     def _complete(self, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of the prompts and of one completion of each."""
-        prompt_ids, images, fields = self.trainer._tokenize_prompts(prompts)
-        completion_ids, _ = self.trainer._generate_single_turn(prompt_ids, images, fields, 1)
-        self.trainer.model.eval()  # continuous batching leaves it in training mode
-        return prompt_ids, completion_ids
-
-    def _log_probabilities(
-        self, prompt_ids: list[list[int]], completion_ids: list[list[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each completion's tokens, `[B, C]`, and the mask of those that there are."""
-        trainer, device = self.trainer, self.trainer.accelerator.device
-        sides = ((prompt_ids, "left"), (completion_ids, "right"))
-        ids, masks = zip(
-            *(
-                (
-                    pad([torch.tensor(x) for x in rows], trainer._tokenizer.pad_token_id, padding_side=side),
-                    pad([torch.ones(len(x), dtype=torch.long) for x in rows], 0, padding_side=side),
-                )
-                for rows, side in sides
-            ),
-            strict=True,
-        )
-        input_ids, attention_mask = torch.cat(ids, 1).to(device), torch.cat(masks, 1).to(device)
-        with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
-            logps, _, _ = trainer._get_per_token_logps_and_entropies(
-                trainer.model, input_ids, attention_mask, ids[1].shape[1], trainer.args.per_device_train_batch_size
-            )
-        return logps, masks[1].to(device)
+        return complete(self.trainer, prompts)
 
     def _batches(self, count: int) -> Iterator[tuple[dict[str, list[Any]], list[bool]]]:
         """
@@ -268,73 +243,3 @@ class ValidationCallback(TrainerCallback):
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=kind):
             torch.manual_seed(self.trainer.args.seed + self.trainer.accelerator.process_index)
             yield
-
-    @contextmanager
-    def _decoding(self, greedy: bool) -> Iterator[None]:
-        """Make the trainer's generation greedy, or leave it as in training but for its random stream."""
-        trainer = self.trainer
-        if trainer.use_vllm:
-            engine = trainer.vllm_generation
-            kept = engine.generation_kwargs
-            changed = {"temperature": 0.0} if greedy else {"seed": trainer.args.seed}
-            engine.generation_kwargs = {**(kept or {}), **changed}
-            try:
-                yield
-            finally:
-                engine.generation_kwargs = kept
-            return
-        kept = (trainer.generation_config, trainer.generation_kwargs)
-        if greedy:
-            settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
-            trainer.generation_config = copy.deepcopy(trainer.generation_config)
-            trainer.generation_config.update(**settings)
-            trainer.generation_kwargs = {**trainer.generation_kwargs, **settings}
-        try:
-            yield
-        finally:
-            trainer.generation_config, trainer.generation_kwargs = kept
-
-
-class InitialPolicy:
-    """A copy, in CPU memory, of a model's trained parameters (of this rank's part of them, where they are sharded)."""
-
-    def __init__(self, trainer: Any):
-        self.copies = {name: values.to("cpu", copy=True) for name, values in storages(trainer)}
-
-    @contextmanager
-    def in_place_of(self, trainer: Any) -> Iterator[None]:
-        """The copies take the place of the model's parameters, which come back afterwards."""
-        self._exchange(trainer)
-        try:
-            yield
-        finally:
-            self._exchange(trainer)
-
-    def _exchange(self, trainer: Any) -> None:
-        for name, theirs in storages(trainer):
-            mine = self.copies[name]
-            now = theirs.to("cpu", copy=True)
-            theirs.copy_(mine)
-            mine.copy_(now)
-
-
-@torch.no_grad()
-def storages(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of the trained parameters, and the tensors that hold their values, or this rank's part of them."""
-    model = trainer.model
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # some stay whole after a forward pass
-            module.reshard()
-    offload = getattr(getattr(trainer.model_wrapped, "optimizer", None), "parameter_offload", None)
-    if offload is not None:  # DeepSpeed ZeRO-3: some are whole, some on their way
-        coordinator = offload.get_param_coordinator()
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()  # as TRL does after a generation
-        coordinator.release_and_reset_all(offload.module)
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            values: Any = p
-            if hasattr(values, "ds_tensor"):  # DeepSpeed ZeRO-3, which keeps small parameters whole as well
-                values = values.ds_tensor
-            values = values.detach()
-            yield name, values.to_local() if isinstance(values, DTensor) else values

@@ -21,7 +21,7 @@ def load_gsm8k(
     """
     Problems to train on and problems to validate with, in the columns `question` and `answer`.
 
-    Every answer is checked to have a number ([`~rewards.extract_answer`]): a row without one is an error that names
+    Every answer is checked to have a number ([`~gsm8k.extract_answer`]): a row without one is an error that names
     it, since it would be scored as wrong whatever the completion.
 
     Args:
@@ -53,11 +53,11 @@ def load_gsm8k(
         config = "main"
     try:
         first, second = (load_dataset(source, config, split=split) for split in (train, test))
-    except Exception as error:  # the Hub's client raises a great many kinds
+    except Exception as error:  # the Hub's client raises many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"The data set {source!r} is neither a file nor could it be loaded from the Hub: {reason}"
-        ) from (error)
+        ) from error
     return checked(first, f"{source}, {train}"), checked(second, f"{source}, {test}")
 
 
@@ -72,9 +72,9 @@ def read_problems(path: str) -> Dataset:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a text in UTF-8: expected is one JSON object a line.") from error
+        raise ValueError(f"{path} is not a text in UTF-8: it should hold one JSON object per line.") from error
     if not rows:
-        raise ValueError(f"{path} is empty: expected is one JSON object a line, with {' and '.join(COLUMNS)}.")
+        raise ValueError(f"{path} is empty: it should hold one JSON object per line, with {' and '.join(COLUMNS)}.")
     return Dataset.from_list(rows)
 
 
@@ -82,9 +82,9 @@ def _parsed(line: str, where: str) -> dict[str, str]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is not valid JSON ({error}): expected is one JSON object a line.") from error
+        raise ValueError(f"{where} is not valid JSON ({error}): every line should be one JSON object.") from error
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is not a JSON object: expected are the columns {' and '.join(COLUMNS)}.")
+        raise ValueError(f"{where} is not a JSON object: it should be one with {' and '.join(COLUMNS)}.")
     _check(row, where)
     return {name: str(row[name]) for name in COLUMNS}
 
@@ -106,29 +106,43 @@ def _check(row: dict[str, Any], where: str) -> None:
     for column in COLUMNS:
         if row.get(column) in (None, ""):
             given = ", ".join(row) or "nothing"
-            raise ValueError(f"{where} has no {column!r} (it has {given}): expected are {' and '.join(COLUMNS)}.")
+            raise ValueError(f"{where} has no {column!r} (it has {given}): every row needs {' and '.join(COLUMNS)}.")
     if extract_answer(str(row["answer"])) is None:
         raise ValueError(
-            f"{where} has an answer without a number: {str(row['answer'])[-80:]!r}. Expected is a solution that ends "
-            "in `#### <number>`, or a number."
+            f"{where} has an answer without a number: {str(row['answer'])[-80:]!r}. It should be a solution "
+            "that ends in `#### <number>`, or a number."
         )
 
 
-def as_prompts(problems: Dataset, instruction: str = INSTRUCTION, chat: bool = True) -> Dataset:
+def as_prompts(
+    problems: Dataset, instruction: str | None = INSTRUCTION, chat: bool = True, template: str | None = None
+) -> Dataset:
     """
-    Columns `prompt` and `answer`, as TRL and [`~rewards.gsm8k_reward`] take them.
+    Columns `prompt` and `answer`, as TRL and [`~gsm8k.gsm8k_reward`] take them.
 
     Args:
         problems (`Dataset`): with `question` and `answer`.
-        instruction (`str`): put before the question, as the system's message or, without a chat, as text. An empty
-            one takes the place of the system's message that some chat templates have of their own.
+        instruction (`str`, *optional*): put before the question, as the system's message or, without a chat, as text.
+            An empty one takes the place of the system message that some chat templates have of their own; with `None`
+            there is no such message.
         chat (`bool`): whether prompts are conversations, for a model with a chat template, or plain text.
+        template (`str`, *optional*): the user's message, with `{question}` where the question goes. Defaults to the
+            question alone, and to `"Problem: {question}\\nSolution:"` without a chat.
     """
+    if template is None:
+        template = "{question}" if chat else "Problem: {question}\nSolution:"
+    if "{question}" not in template:
+        raise ValueError(
+            f"The template {template!r} has no place for the question: write {{question}} where it should go."
+        )
 
     def prompt(row: dict[str, str]) -> dict[str, Any]:
+        text = template.replace("{question}", row["question"])  # other braces, as in \boxed{}, stay as they are
         if not chat:
-            return {"prompt": f"{instruction}\n\nProblem: {row['question']}\nSolution:".lstrip()}
-        messages = (("system", instruction), ("user", row["question"]))
-        return {"prompt": [{"role": role, "content": content} for role, content in messages]}
+            return {"prompt": text if instruction is None else f"{instruction}\n\n{text}".lstrip()}
+        messages = [{"role": "user", "content": text}]
+        if instruction is not None:
+            messages.insert(0, {"role": "system", "content": instruction})
+        return {"prompt": messages}
 
     return problems.map(prompt, remove_columns=["question"])

@@ -16,8 +16,14 @@ from datasets import Dataset
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from isopo_trl import rewards
-from isopo_trl.rewards import extract_answer, format_reward, gsm8k_reward, math_verify_reward
+from isopo_trl.gsm8k import (
+    extract_answer,
+    format_reward,
+    gsm8k_reward,
+    math_verify_reward,
+    rewards,
+    strict_gsm8k_reward,
+)
 from tests import training
 
 
@@ -302,12 +308,17 @@ MEGABYTES = [
 
 
 @pytest.mark.parametrize("text", MEGABYTES, ids=lambda text: ascii(text[:8]))
-def test_a_million_characters_take_milliseconds(text):
-    start = time.perf_counter()
-    for before in ("", "5 ", "#### ", "\\boxed{", "5 #### -", "-\\frac{"):
-        gsm8k_reward([before + text, text + before, before + text + "}"], [1, "1", "#### 1"], prompts=[text] * 3)
-        format_reward([before + text, text + before])
-    assert time.perf_counter() - start < 5  # seconds; a quadratic time would be hours
+def test_time_is_linear_in_the_length_of_a_text(text):
+    def seconds(part):
+        start = time.process_time()
+        for before in ("", "5 ", "#### ", "\\boxed{", "5 #### -", "-\\frac{"):
+            gsm8k_reward([before + part, part + before, before + part + "}"], [1, "1", "#### 1"], prompts=[part] * 3)
+            format_reward([before + part, part + before])
+        return time.process_time() - start
+
+    short = text[: len(text) // 100]
+    # As many characters in a hundred pieces; a quadratic time would be a hundred times longer for the whole
+    assert seconds(text) < 30 * sum(seconds(short) for _ in range(100))
 
 
 GOLDS = [
@@ -343,6 +354,34 @@ def test_a_gold_without_a_number_is_named(gold):
 
 def test_a_problem_without_gold_is_left_out():
     assert gsm8k_reward(["18", "18", "18"], ["18", None, "19"]) == [1.0, None, 0.0]
+
+
+STRICT = [
+    (SOLUTION, 1.0),
+    ("#### 18", 1.0),
+    ("####18 dollars", 1.0),
+    ("#### 17\n#### 18", 1.0),
+    ("18", 0.0),
+    ("The answer is 18.", 0.0),
+    ("\\boxed{18}", 0.0),
+    ("### 18", 0.0),
+    ("18 ####", 0.0),
+    ("#### 18\n#### 17", 0.0),
+    ("", 0.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "reward"), STRICT)
+def test_only_a_number_after_the_marker_counts_where_that_is_asked_for(completion, reward):
+    assert strict_gsm8k_reward([completion], [SOLUTION]) == [reward]
+    assert strict_gsm8k_reward([[{"role": "assistant", "content": completion}]], [18]) == [reward]
+
+
+def test_the_marker_in_the_echo_of_the_prompt_is_not_the_answers():
+    prompt = 'What is 9 + 9? Give the answer after "####".'
+    prompts = [[{"role": "user", "content": prompt}]] * 3
+    completions = [[{"role": "assistant", "content": text}] for text in (f"{prompt} 18", f"{prompt} #### 18", "18")]
+    assert strict_gsm8k_reward(completions, [18, 18, None], prompts=prompts) == [0.0, 1.0, None]
 
 
 def test_columns_of_different_lengths_are_an_error():
@@ -534,7 +573,13 @@ def test_without_math_verify_the_error_says_what_to_install(monkeypatch):
 
 
 def test_only_what_is_meant_for_users_is_public():
-    assert rewards.__all__ == ["extract_answer", "format_reward", "gsm8k_reward", "math_verify_reward"]
+    assert rewards.__all__ == [
+        "extract_answer",
+        "format_reward",
+        "gsm8k_reward",
+        "math_verify_reward",
+        "strict_gsm8k_reward",
+    ]
 
 
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR names no folder with GSM8K's JSON lines")
@@ -554,4 +599,5 @@ def test_every_solution_of_gsm8k_is_scored_right():
         others = values[shift:] + values[:shift]
         expected = [float(value == other) for value, other in zip(values, others, strict=True)]
         assert gsm8k_reward(solutions, others) == gsm8k_reward(bare, others) == expected
+        assert strict_gsm8k_reward(solutions, others) == expected
         assert sum(expected) < len(records) / 10

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from isopo_trl.data import as_prompts, checked, load_gsm8k, read_problems
+from isopo_trl.gsm8k.data import as_prompts, checked, load_gsm8k, read_problems
 
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(20)]
@@ -105,3 +105,24 @@ def test_prompts_are_conversations_or_text_and_keep_the_answer():
     assert as_prompts(problems, "")[0]["prompt"][0] == {"role": "system", "content": ""}
     plain = as_prompts(problems, "Be brief.", chat=False)[0]["prompt"]
     assert plain.startswith("Be brief.\n") and "What is 0 + 1?" in plain
+
+
+def test_a_template_says_what_the_user_says():
+    problems, template = Dataset.from_list(ROWS[:1]), "{question} Write it in \\boxed{}."
+    text = "What is 0 + 1? Write it in \\boxed{}."
+    assert as_prompts(problems, None, template=template)[0]["prompt"] == [{"role": "user", "content": text}]
+    assert as_prompts(problems, "Be brief.", template=template)[0]["prompt"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": text},
+    ]
+    assert as_prompts(problems, None, chat=False, template=template)[0]["prompt"] == text
+    assert as_prompts(problems, "Be brief.", chat=False, template=template)[0]["prompt"] == f"Be brief.\n\n{text}"
+    with pytest.raises(ValueError, match="'{}' has no place for the question: write {question}"):
+        as_prompts(problems, template="{}")
+
+
+def test_plain_text_is_the_same_with_an_empty_instruction_and_without_one():
+    problems = Dataset.from_list(ROWS[:1])
+    expected = "Problem: What is 0 + 1?\nSolution:"
+    assert as_prompts(problems, "", chat=False)[0]["prompt"] == expected
+    assert as_prompts(problems, None, chat=False)[0]["prompt"] == expected

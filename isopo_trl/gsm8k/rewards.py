@@ -9,14 +9,14 @@ in the length of the text, whatever the text.
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 
-__all__ = ["extract_answer", "format_reward", "gsm8k_reward", "math_verify_reward"]
+__all__ = ["extract_answer", "format_reward", "gsm8k_reward", "math_verify_reward", "strict_gsm8k_reward"]
 
 MINUS = ("-", "−", "–")
 CURRENCY = "$€£¥₹"
@@ -63,12 +63,12 @@ def extract_answer(text: str) -> Fraction | None:
     remarks may follow. A `####` without a number on its line is no answer, nor is a box that has none or is not closed
     within 1000 characters: numbers elsewhere do not count then.
 
-    Read are `1234`, `1,234`, `0.5`, `.50`, `5.`, `1e5`, `3/4`, `30 / 5`, `2 1/2`, `\frac{3}{4}` (also `\dfrac` and
-    `\tfrac`), a minus (`-`, `−` or `–`), and all of these beside a currency sign, a percent sign (`50%` is 50) or
-    words. A minus that a space separates from its number is a sign where the answer begins with it or after `=`, `:`
-    or `(`; elsewhere it is a subtraction or the bullet of a list. Not read, and never in part: runs such as `12,34`,
-    `1.2.3` or `1/2/3`, exponents of more than two digits, `1/0`, numbers written with more than 100 characters, and
-    digits other than 0 to 9.
+    Numbers may be written as `1234`, `1,234`, `0.5`, `.50`, `5.`, `1e5`, `3/4`, `30 / 5`, `2 1/2` or `\frac{3}{4}`
+    (also `\dfrac` and `\tfrac`), with a minus (`-`, `−` or `–`), and beside a currency sign, a percent sign (`50%` is
+    50) or words. A minus that a space separates from its number is a sign where the answer begins with it or after
+    `=`, `:` or `(`; elsewhere it is a subtraction or the bullet of a list. What is not a number is not read in part
+    either: runs such as `12,34`, `1.2.3` or `1/2/3`, exponents of more than two digits, `1/0`, numbers written with
+    more than 100 characters, and digits other than 0 to 9.
 
     Args:
         text (`str`): the text, of any length.
@@ -100,13 +100,25 @@ def gsm8k_reward(
     Returns:
         `list[float | None]`: one reward each; `None`, which TRL leaves out, where `answer` is `None`.
     """
-    rewards: list[float | None] = []
-    for text, gold in _cases(completions, answer, prompts):
-        if gold is None:
-            rewards.append(None)
-        else:
-            rewards.append(1.0 if _number(text) == _gold(gold, len(rewards)) else 0.0)
-    return rewards
+    return _correctness(_cases(completions, answer, prompts))
+
+
+def strict_gsm8k_reward(
+    completions: Sequence[Any], answer: Sequence[Any], prompts: Sequence[Any] | None = None, **kwargs: Any
+) -> list[float | None]:
+    """
+    As [`gsm8k_reward`], but only a number after `####` is an answer: 0.0 for a completion that has no `####`, even
+    where the right number stands in a box or at the end of the text.
+
+    Args:
+        completions, answer, prompts: as in [`gsm8k_reward`].
+        **kwargs: what else TRL passes; not used.
+
+    Returns:
+        `list[float | None]`: one reward each; `None`, which TRL leaves out, where `answer` is `None`.
+    """
+    cases = _cases(completions, answer, prompts)
+    return _correctness((text if "####" in text else "", gold) for text, gold in cases)
 
 
 def format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -166,6 +178,17 @@ def math_verify_reward(
     return rewards
 
 
+def _correctness(cases: Iterable[tuple[str, Any]]) -> list[float | None]:
+    """1.0 where a text's answer is the gold one, 0.0 elsewhere; `None` where there is no gold one."""
+    rewards: list[float | None] = []
+    for text, gold in cases:
+        if gold is None:
+            rewards.append(None)
+        else:
+            rewards.append(1.0 if _number(text) == _gold(gold, len(rewards)) else 0.0)
+    return rewards
+
+
 def _number(text: str) -> int | Fraction | None:
     """As `extract_answer`; integers as they are, which are faster to compare."""
     declared = _declared(text)
@@ -185,7 +208,7 @@ def _number(text: str) -> int | Fraction | None:
 
 
 def _expression(text: str) -> str:
-    """What math-verify is to read; in a box, an expression needs no dollar signs."""
+    """What math-verify reads; in a box, an expression needs no dollar signs."""
     line = _after_marker(text)
     if line is not None:
         return line
@@ -282,7 +305,7 @@ def _ends_in_answer(text: str) -> bool:
 def _cases(
     completions: Sequence[Any], answer: Sequence[Any], prompts: Sequence[Any] | None
 ) -> Iterator[tuple[str, Any]]:
-    """What each completion says of its own, and the gold answer."""
+    """What each completion itself says, and the gold answer."""
     for prompt, completion, gold in zip(prompts or [None] * len(completions), completions, answer, strict=True):
         yield _without_echo(_text(completion), _text(prompt, "user")), gold
 
@@ -321,7 +344,7 @@ def _gold(gold: Any, index: int) -> int | Fraction:
         value = None
     if value is None:
         raise ValueError(
-            f"answer[{index}] has no number: {gold!r}. Expected is GSM8K's solution with its line `#### <number>`, "
-            "the number as text, or a number; None leaves a problem out."
+            f"answer[{index}] has no number: {gold!r}. Give GSM8K's solution with its line `#### <number>`, the "
+            "number as text, or a number; None leaves a problem out."
         )
     return value

@@ -3,23 +3,17 @@
 import copy
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 from peft import get_peft_model
 
-from isopo_trl.callbacks import ValidationCallback
+from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
+from tests.distributed.process_group import finish, load_runs, start
 from tests.distributed.validation_worker import KL_ROWS, ROWS, build
 
-
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("validation_worker.py")
 
 pytestmark = pytest.mark.distributed
 
@@ -37,20 +31,8 @@ def results(tmp_path_factory):
     output = folder / "validation.pt"
     with FileLock(f"{output}.lock"):
         if not output.exists():
-            launch(output)
-    return torch.load(output)
-
-
-def launch(output):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["DS_ACCELERATOR"] = "cpu"
-    command = [*launcher, str(WORKER), str(output), *RUNS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+            finish(start(2, "validation_worker.py", output, *RUNS))
+    return load_runs(output)
 
 
 def ranks(results, run):

@@ -8,87 +8,30 @@ import struct
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
-from isopo_trl.callbacks import ValidationCallback
+from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
+from tests.validation.validating import (
+    FIGURES,
+    SAMPLING,
+    adapter,
+    assert_equal,
+    greedy,
+    logged,
+    model,
+    shaken,
+    validating,
+    weights,
+)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using '(rollout_func|environment_factory)'")
 
-FIGURES = ("validation/accuracy", "validation/length", "validation/kl")
 TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
-# Sampling as unlike greedy decoding as can be
-SAMPLING = {"temperature": 2.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01}
-
-
-class Keeping(ValidationCallback):
-    """Keeps the token ids of prompts and completions of the last validation, in the order in which they are made."""
-
-    def validate(self):
-        self.rows = []
-        return super().validate()
-
-    def _complete(self, prompts):
-        output = super()._complete(prompts)
-        self.rows += zip(*output, strict=True)
-        return output
-
-
-def model(ending=2.5):
-    """A model that ends some of its completions; `ending` is how strongly it feels about it."""
-    result = tiny.model("qwen3", tie=False)
-    with torch.no_grad():
-        result.lm_head.weight[tiny.VOCABULARY[tiny.EOS]] *= ending
-    return result
-
-
-def adapter(dropout=0.0):
-    return LoraConfig(r=2, lora_alpha=8, lora_dropout=dropout, target_modules="all-linear")
-
-
-def sharper(policy):
-    """The policy with logits of twice the size."""
-    with torch.no_grad():
-        policy.lm_head.weight *= 2
-    return policy
-
-
-def shaken(policy, seed=1, size=0.3):
-    """The policy with noise added to its trained parameters, as if it had been trained."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.requires_grad:
-                p.add_(size * torch.randn(p.shape, generator=generator))
-    return policy
-
-
-def validating(folder, policy=None, *, data=None, reward=tiny.reward, callback=ValidationCallback, **options):
-    """A trainer of two steps and its callback. Options with the callback's names go to it, others to the trainer."""
-    own = {name: options.pop(name) for name in ("steps", "batch_size", "kl_prompts") if name in options}
-    policy = model() if policy is None else policy
-    trainer = training.build(folder, policy, **options)
-    validation = callback(trainer, tiny.prompts(3) if data is None else data, reward, **own)
-    trainer.add_callback(validation)
-    return trainer, validation
-
-
-def logged(trainer, name):
-    return {line["step"]: line[name] for line in trainer.state.log_history if name in line}
-
-
-def weights(trainer):
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-
-
-def assert_equal(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
 
 
 # When
@@ -209,19 +152,6 @@ def test_an_exception_leaves_the_trainer_as_it_was(at, tmp_path):
 # Accuracy
 
 
-def greedy(policy, prompt):
-    """Token ids of the greedy completion of one prompt (text or messages) by itself."""
-    tokenizer = tiny.tokenizer()
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    limit = training.SETTINGS["max_completion_length"]
-    with torch.no_grad():
-        output = policy.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=limit)
-    return output[0, len(ids) :].tolist()
-
-
 @pytest.mark.parametrize("conversational,batch_size", [(False, 2), (True, 3), (False, None)])
 def test_accuracy_is_the_mean_reward_of_greedy_completions(conversational, batch_size, tmp_path):
     data = (tiny.conversational_prompts if conversational else tiny.prompts)(7)
@@ -278,6 +208,22 @@ def test_dropout_is_off_in_validation(tmp_path):
     trained = shaken(get_peft_model(model(), adapter(dropout=0.5)))
     trainer, callback = validating(tmp_path, trained)
     assert trainer.model.training and callback.validate()["validation/kl"] == 0
+    ids = [greedy(trained.eval(), prompt) for prompt in tiny.prompts(3)["prompt"]]
+    assert callback.completions[0] == tiny.tokenizer().batch_decode(ids, skip_special_tokens=True)
+
+
+def test_dropout_stays_off_with_continuous_batching(tmp_path):
+    """TRL puts the model into training mode after each such generation."""
+    trained = shaken(get_peft_model(model(), adapter(dropout=0.5)))
+    settings = {"num_blocks": 8, "max_batch_tokens": 64, "page_size": 32}  # of a cache that is quick to set up
+    trainer, callback = validating(
+        tmp_path,
+        trained,
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config=settings,
+        batch_size=2,
+    )
+    assert callback.validate()["validation/kl"] == 0
     ids = [greedy(trained.eval(), prompt) for prompt in tiny.prompts(3)["prompt"]]
     assert callback.completions[0] == tiny.tokenizer().batch_decode(ids, skip_special_tokens=True)
 
@@ -340,166 +286,6 @@ def test_an_asynchronous_reward_function_is_taken_in_a_notebook_too(tmp_path):
 
     _, callback = validating(tmp_path, reward=asynchronous, kl_prompts=0)
     assert asyncio.run(cell())[FIGURES[0]] == pytest.approx(sum(tiny.reward(callback.completions[0])) / 3)
-
-
-# KL divergence
-
-
-def policies(case):
-    """What to give to the trainer, its options, and an independent model to be the initial policy."""
-    torch.manual_seed(0)  # of the adapter's first values
-    base, config = model(ending=5), adapter(dropout=0.1)
-    if case == "full":
-        return base, {}, copy.deepcopy(base)
-    if case == "lora":
-        return base, {"peft_config": config}, get_peft_model(copy.deepcopy(base), config).eval()
-    trained = shaken(get_peft_model(base, config))
-    return trained, {}, copy.deepcopy(trained).eval()
-
-
-def estimate(rows, policy, initial, temperature):
-    """`sum_t (exp(d_t) - 1 - d_t)`, averaged over the rows, from passes of one row without padding."""
-    total = 0.0
-    for row in rows:
-        difference = training.log_probabilities(initial, *row, temperature) - training.log_probabilities(
-            policy, *row, temperature
-        )
-        total += (difference.exp() - 1 - difference).sum().item()
-    return total / len(rows)
-
-
-@pytest.mark.parametrize("case", ["full", "lora", "adapter"])
-def test_divergence_is_that_of_sampled_completions_from_the_initial_policy(case, tmp_path):
-    given, options, initial = policies(case)
-    trainer, callback = validating(
-        tmp_path,
-        given,
-        data=tiny.prompts(14),
-        callback=Keeping,
-        options=options,
-        batch_size=3,
-        kl_prompts=12,
-        learning_rate=0.03,
-        temperature=0.7,
-    )
-    trainer.train()
-    assert logged(trainer, "validation/kl")[0] == 0
-    policy = copy.deepcopy(initial)
-    policy.load_state_dict(trainer.model.state_dict())
-    sampled = callback.rows[14:]  # after the greedy ones
-    texts = tiny.prompts(14)["prompt"]
-    assert [prompt for prompt, _ in sampled] == tiny.tokenizer()(texts[:12])["input_ids"]
-    assert len({len(completion) for _, completion in sampled}) > 1
-    expected = estimate(sampled, policy, initial, 0.7)
-    assert expected > 0.05
-    assert logged(trainer, "validation/kl")[2] == pytest.approx(expected, rel=1e-3)
-    if case == "adapter":  # the base model would have been another initial policy
-        with initial.disable_adapter():
-            assert estimate(sampled, policy, initial, 0.7) != pytest.approx(expected, rel=0.05)
-
-
-def test_completions_for_the_divergence_are_sampled_as_in_training(tmp_path):
-    """From the same random stream: those of `generate` with the training's temperature."""
-    trainer, callback = validating(tmp_path, callback=Keeping, kl_prompts=3, temperature=1.7, seed=5)
-    callback.validate()
-    prompts, completions = zip(*callback.rows[3:], strict=True)
-    tokenizer, policy = tiny.tokenizer(), model().eval()
-    batch = tokenizer(list(tiny.prompts(3)["prompt"]), padding=True, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": 1.7, "top_k": 0, "top_p": 1.0, "max_new_tokens": 6}
-    torch.manual_seed(5)
-    output = policy.generate(**batch, **sampling)[:, batch["input_ids"].shape[1] :]
-    assert list(prompts) == tokenizer(list(tiny.prompts(3)["prompt"]))["input_ids"]
-    for row, completion in zip(output.tolist(), completions, strict=True):
-        assert row[: len(completion)] == completion
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_divergence_converges_to_the_exact_one(length, tmp_path):
-    count, temperature, eos = 4000, 0.8, tiny.VOCABULARY[tiny.EOS]
-    data = Dataset.from_dict({"prompt": ["What?"] * count})
-    initial, policy = model(), sharper(model())
-    trainer, callback = validating(
-        tmp_path,
-        data=data,
-        batch_size=1000,
-        kl_prompts=count,
-        temperature=temperature,
-        max_completion_length=length,
-        per_device_train_batch_size=300,
-        num_generations=3,
-    )
-    sharper(trainer.model)
-    measured = callback.validate()["validation/kl"]
-
-    prompt = torch.tensor(tiny.tokenizer()("What?")["input_ids"])
-
-    def distributions(prefixes):
-        with torch.no_grad():
-            return [(m(prefixes).logits[:, -1].double() / temperature).log_softmax(-1) for m in (initial, policy)]
-
-    def moments(then, now):
-        """Mean and second moment of `exp(d) - 1 - d` over the next token, of each row."""
-        value = (then - now).exp() - 1 - (then - now)
-        return (now.exp() * value).sum(-1), (now.exp() * value**2).sum(-1)
-
-    then, now = distributions(prompt[None])
-    exact = (now.exp() * (now - then)).sum().item()
-    mean, square = moments(then, now)
-    assert mean.item() == pytest.approx(exact)
-    opposite = (then.exp() * (then - now)).sum().item()
-    variance = (square - mean**2).item()
-    if length == 2:
-        vocabulary = torch.arange(len(tiny.VOCABULARY))
-        contexts = torch.cat([prompt.expand(len(vocabulary), -1), vocabulary[:, None]], 1)
-        p, goes_on = now.exp()[0], vocabulary != eos
-        then, now = distributions(contexts)
-        second = (now.exp() * (now - then)).sum(-1)
-        exact += (p * second)[goes_on].sum().item()
-        variance = 2 * (variance + (p * moments(then, now)[1])[goes_on].sum().item())  # at most
-    error = (variance / count) ** 0.5
-    assert error < 0.1 * exact  # else this would say little
-    if length == 1:
-        assert abs(opposite - exact) > 5 * error  # nor would it tell from KL(initial || policy)
-    assert measured == pytest.approx(exact, abs=4 * error)
-
-
-def test_dropout_stays_off_with_continuous_batching(tmp_path):
-    """TRL puts the model into training mode after each such generation."""
-    trained = shaken(get_peft_model(model(), adapter(dropout=0.5)))
-    settings = {"num_blocks": 8, "max_batch_tokens": 64, "page_size": 32}  # of a cache that is quick to set up
-    trainer, callback = validating(
-        tmp_path,
-        trained,
-        use_transformers_continuous_batching=True,
-        transformers_continuous_batching_config=settings,
-        batch_size=2,
-    )
-    assert callback.validate()["validation/kl"] == 0
-    ids = [greedy(trained.eval(), prompt) for prompt in tiny.prompts(3)["prompt"]]
-    assert callback.completions[0] == tiny.tokenizer().batch_decode(ids, skip_special_tokens=True)
-
-
-def test_divergence_is_not_measured_and_no_copy_kept_without_prompts_for_it(tmp_path):
-    trainer, callback = validating(tmp_path, kl_prompts=0)
-    trainer.train()
-    assert callback._initial is None
-    assert all(set(line) == {"step", *FIGURES[:2]} for line in callback.history)
-    assert not logged(trainer, "validation/kl")
-
-
-@pytest.mark.parametrize("case", ["full", "lora"])
-def test_a_resumed_run_measures_the_divergence_from_the_original_initial_policy(case, tmp_path):
-    def run(checkpoint=None):
-        given, options, _ = policies(case)
-        settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.05}
-        trainer, _ = validating(tmp_path, given, options=options, steps=2, **settings)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        return logged(trainer, "validation/kl")
-
-    whole = run()
-    resumed = run(str(tmp_path / "checkpoint-2"))
-    assert whole[2] > 0.05
-    assert resumed == pytest.approx(whole, rel=1e-4)
 
 
 # What a user finds afterwards
