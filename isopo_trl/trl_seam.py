@@ -377,8 +377,8 @@ def is_reference(trainer: Any, model: Any) -> bool:
     """Whether a scoring pass of `model`, made now, is one of the reference model's."""
     if trainer.ref_model is not None:
         return model is trainer.ref_model
-    # One model for both: TRL gives the base model its word by turning the adapter off, or exchanges the adapter for a
-    # copy of the initial one, under this name
+    # One model for both: TRL turns the adapter off, which leaves the base model, or exchanges an adapter that was
+    # trained before for a copy of its initial state, under the name "ref"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.accelerator.unwrap_model(model) is not policy:
         return False
