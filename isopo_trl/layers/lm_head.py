@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from trl.kernels import ChunkedLogProbFunction
 
 from .. import trl_seam
 from ..geometry.cost import KEPT_LIMIT, Needs, Strategy, block_rows, choose_strategy
@@ -120,7 +119,7 @@ class _ChunkedLMHead(torch.autograd.Function):
     def forward(ctx, *args):
         *own, ctx.layer, ctx.microbatch = args
         ctx.sequences, ctx.samples = head_rows(own[0].shape[0], ctx.microbatch)
-        return ChunkedLogProbFunction.forward(ctx, *own)
+        return trl_seam.ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
     @layer_backward

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer
 
-from isopo_trl import ISOPOTrainer
+from isopo_trl import ISOPOTrainer, trl_seam
 from tests import oracle, tiny, training
 
 
@@ -85,6 +85,57 @@ def test_reward_loses_beta_times_the_divergence(case, tmp_path):
     assert lines[-1]["kl"] == pytest.approx(divergence.sum().item() / tokens, rel=1e-3, abs=1e-5)
     assert lines[-1]["reward"] == pytest.approx(rewards.mean().item(), rel=1e-3)
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("case", ["full", "lora", "adapter"])
+def test_other_scoring_passes_are_not_taken_for_the_references(case, tmp_path):
+    """Neither the old policy's, which token weights ask TRL for, nor one that a reward function makes."""
+
+    def rollout(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [[20 + row, 30, 40, 50] for row in range(len(prompts))]
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None}
+
+    class Rollouts(Recording):
+        passes = 0
+
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            self.passes += not torch.is_grad_enabled()
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def scoring(completions, **_):
+        ids = torch.arange(12).view(3, 4) + 20
+        with torch.no_grad():
+            trl_seam.score(trainer, trainer.model, ids, torch.ones_like(ids), 2)
+        return tiny.reward(completions)
+
+    model, options, policy, reference = policy_and_reference(case, tmp_path)
+    settings = {**SETTINGS, "num_iterations": 2, "token_weights": "p3o"}
+    options = {**options, "rollout_func": rollout}
+    trainer = training.build(tmp_path, model, Rollouts, reward=scoring, options=options, **settings)
+    trainer.train()
+    assert trainer.passes == 2 * 4  # of each generation: old policy, reference, reward, and the divergence's own
+    last = trainer.last
+    policy.load_state_dict(last["weights"])
+    rows = zip(last["prompt_ids"], last["completion_ids"], strict=True)
+    expected = [
+        (training.log_probabilities(policy, *row, 0.8) - training.log_probabilities(reference, *row, 0.8)).sum()
+        for row in rows
+    ]
+    torch.testing.assert_close(
+        torch.tensor(trainer._logs["rewards"]["kl_to_reference"], dtype=torch.float64),
+        torch.stack(expected),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    assert torch.stack(expected).abs().min() > 0.01
+
+
+def test_nothing_of_a_generation_is_kept_after_it(tmp_path):
+    trainer = training.build(tmp_path, options={"peft_config": adapter()}, **SETTINGS)
+    trainer.train()
+    with pytest.raises(RuntimeError, match="made no pass of the reference model"):
+        trainer.kl_reward(prompts=[], completions=[])
 
 
 def test_divergence_leaves_tokens_of_the_environment_out(tmp_path):
