@@ -5,13 +5,15 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .attach import check_settings
-from .geometry.coefficients import Rule
+from .isopo import check_settings
+from .rules import Rule, make_rule
 from .token_weights import WEIGHTINGS, named, refusals
 
 
 # Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# Settings of the paper's rules; a rule registered elsewhere takes those of them that it has
+RULE_SETTINGS = ("fisher_power", "norm_power", "relative_power", "regularization", "keep_small", "scale")
 
 
 @dataclass
@@ -200,15 +202,9 @@ class ISOPOConfig(GRPOConfig):
 
     def _rule(self) -> Rule:
         """The rule these settings describe; raises where they contradict each other."""
-        return Rule(
-            name=self.rule,
-            fisher_power=self.fisher_power,
-            norm_power=self.norm_power,
-            relative_power=self.relative_power,
-            regularization=self.regularization,
-            keep_small=self.keep_small,
-            scale=self.scale,
-        )
+        defaults = type(self).__dataclass_fields__
+        given = {name: getattr(self, name) for name in RULE_SETTINGS}
+        return make_rule(self.rule, **{name: x for name, x in given.items() if x != defaults[name].default})
 
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""

@@ -82,8 +82,8 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
     weighting = getattr(trainer, "weighting", str(args.token_weights))
     rows = {
         "rule": rule.name,
-        **_settings_of(rule),
-        **{name: getattr(args, name) for name in getattr(weighting, "settings", ())},
+        **{name: value for name, value in rule.settings.items() if name != "name"},
+        **getattr(weighting, "settings", {}),
         **{name: getattr(args, name) for name in _SETTINGS},
         **_changed(args),
     }
@@ -106,16 +106,6 @@ def _described(method: Any) -> str:
     """A rule or token weighting in its own words, after its name."""
     name, description = getattr(method, "name", method), getattr(method, "description", None)
     return f"`{name}` ({description})" if description else f"`{name}`"
-
-
-def _settings_of(rule: Any) -> dict[str, Any]:
-    """A rule's settings as they were used, with the rule's own where nothing else was said."""
-    if hasattr(rule, "settings"):
-        return {name: value for name, value in rule.settings.items() if name != "name"}
-    settings = {"regularization": rule.lambda_, "keep_small": rule.keep_small, "scale": rule.scale}
-    if not rule.interacting:
-        settings |= zip(("fisher_power", "norm_power", "relative_power"), rule.exponents, strict=True)
-    return settings
 
 
 def _changed(args: ISOPOConfig) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from . import model_card, trl_seam
-from .attach import ISOPO
 from .config import ISOPOConfig
 from .deepspeed_backward import caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
+from .isopo import ISOPO
 from .kl_reward import KLReward
 from .token_weights import Unscaled, Weighted, Weighting, named
 
@@ -122,15 +122,9 @@ class ISOPOTrainer(GRPOTrainer):
             )
         self.isopo = ISOPO(
             self.model,
-            args.rule,
-            fisher_power=args.fisher_power,
-            norm_power=args.norm_power,
-            relative_power=args.relative_power,
-            regularization=args.regularization,
+            args._rule(),
             regularization_decay=args.regularization_decay,
-            keep_small=args.keep_small,
             fisher_samples=args.fisher_samples,
-            scale=args.scale,
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
@@ -243,7 +237,7 @@ class ISOPOTrainer(GRPOTrainer):
                 policy = share * forward.differentiated[0].detach() * advantages.unsqueeze(1)
                 loss = ((pull - policy) * forward.logps).sum()
                 # An advantage that is not finite must be noticed
-                microbatch.weigh(torch.where(advantages.isfinite(), 1.0, advantages))
+                microbatch.set_advantages(torch.where(advantages.isfinite(), 1.0, advantages))
         return loss + (value - loss).detach()
 
     def _log_weighted(self, weighted: Weighted) -> None:

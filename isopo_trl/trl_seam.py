@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -48,6 +49,7 @@ check_version(_installed_version())
 
 import torch  # noqa: E402  # the wrong version should be told at once, and this takes seconds
 from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 
 # Looking up
@@ -377,13 +379,95 @@ def is_reference(trainer: Any, model: Any) -> bool:
     """Whether a scoring pass of `model`, made now, is one of the reference model's."""
     if trainer.ref_model is not None:
         return model is trainer.ref_model
-    # One model for both: TRL gives the base model its word by turning the adapter off, or exchanges the adapter for a
-    # copy of the initial one, under this name
+    # One model for both: TRL turns the adapter off, which leaves the base model, or exchanges an adapter that was
+    # trained before for a copy of its initial state, under the name "ref"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.accelerator.unwrap_model(model) is not policy:
         return False
     tuner = next(module for module in policy.modules() if isinstance(module, BaseTunerLayer))
     return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters
+
+
+# The LM head
+
+
+# TRL's loss multiplies by the head's weight inside this autograd function and never calls the module
+_PLACE = "_ChunkedLogProbFunction"  # where TRL's model forward looks it up, in trl.trainer.utils
+_HEAD_ARGUMENTS = ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size")
+HEAD_WEIGHT = _HEAD_ARGUMENTS.index("weight") - 1  # among the arguments of `apply`
+
+ChunkedLogProbFunction = reach("trl.kernels.ChunkedLogProbFunction")
+reach("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
+reach(f"trl.trainer.utils.{_PLACE}")
+gathered_head = reach("trl.trainer.utils.maybe_gather_lm_head_ctx")
+head_uses_triton = reach("trl.kernels.chunked_logprob._use_triton", "device")
+_BLOCK_SIZE = reach("trl.kernels.chunked_logprob._BLOCK_SIZE")
+_backward_tile = reach(
+    "trl.kernels.chunked_logprob._backward_tile",
+    *("tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols"),
+    *("logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE"),
+)
+_backward_kernel = reach("trl.kernels.chunked_logprob._backward_kernel")  # takes the same, as pointers
+
+
+class _HeadDispatcher:
+    """
+    Stands, for good, in the place where TRL looks up its chunked log-probabilities. Each call goes to the LM head that
+    owns the weight, if one does whose microbatch is under way, and else to TRL's own function.
+    """
+
+    def __init__(self) -> None:
+        self.heads: WeakSet[Any] = WeakSet()
+
+    def apply(self, *args: Any) -> Any:
+        weight = _parameter_behind(args[HEAD_WEIGHT])
+        for head in self.heads:
+            if head.module.weight is weight and head.microbatch is not None:
+                return head.chunked_logps(*args)
+        return ChunkedLogProbFunction.apply(*args)
+
+
+def _parameter_behind(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter that `weight` is, or that it was gathered from: FSDP2's shards arrive here as a whole."""
+    node: Any = weight.grad_fn
+    while node is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return variable if isinstance(variable, DTensor) else weight
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return weight
+
+
+_dispatcher = _HeadDispatcher()
+
+
+def add_head(head: Any) -> None:
+    """Let `head`, a layer with `module`, `microbatch` and `chunked_logps`, take the calls with its weight."""
+    _dispatcher.heads.add(head)
+
+
+def remove_head(head: Any) -> None:
+    """Leave calls with the weight of `head` to TRL again."""
+    _dispatcher.heads.discard(head)
+
+
+def logits_gradient_tile(
+    tile: torch.Tensor,
+    targets: torch.Tensor,
+    log_z: torch.Tensor,
+    grad: torch.Tensor,
+    start: int,
+    settings: dict[str, Any],
+) -> torch.Tensor:
+    """TRL's own step from logits `[rows, width]` to their gradient, in place, by its kernel where it has one."""
+    rows, width = tile.shape
+    block = _BLOCK_SIZE
+    function: Callable = _backward_tile
+    if head_uses_triton(tile.device):
+        function = _backward_kernel[(rows, -(-width // block))]
+    arguments = (tile, tile.stride(0), targets, log_z, log_z, grad, log_z, start, width)
+    function(*arguments, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=block, **settings)
+    return tile
 
 
 # What was found
@@ -394,3 +478,5 @@ if _missing:
         f"TRL {_installed_version()} is not as isopo_trl needs it: {'; '.join(_missing)}. It needs TRL {TRL_RANGE}: "
         f"{_INSTALL}, or a newer isopo_trl."
     )
+
+importlib.import_module("trl.trainer.utils").__dict__[_PLACE] = _dispatcher

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from isopo_trl.geometry import kernels
+from isopo_trl.kernels.launch import ENABLED, INTERPRET
 
 
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(
-    not kernels.ENABLED or kernels.INTERPRET,
+    not ENABLED or INTERPRET,
     reason="the kernels are turned off, or interpreted in this process already",
 )
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ["tests/geometry/test_kernels.py", "tests/geometry/test_rms_norm.py", "tests/layers/test_rms_norm.py"]
+KERNELS = ["tests/kernels/test_kernels.py", "tests/kernels/test_rms_norm.py", "tests/layers/test_rms_norm.py"]
 ORACLE = {
     "test_gradient_is_the_definition": [
         "qwen3-full-fisher",  # norms of heads

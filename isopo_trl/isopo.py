@@ -1,25 +1,21 @@
-"""ISOPO on a model: plan which layer takes which rule, put the layers in place, keep the running statistics."""
+"""ISOPO on a model, for a training loop of one's own."""
 
+import ast
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import trl
-import trl.trainer.utils as trl_utils
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from trl.kernels import ChunkedLogProbFunction
 
-from .geometry.coefficients import Ledger, Rule
-from .geometry.running import RunningStatistics
 from .geometry.sequences import Sequences, draw_samples
-from .layers import KINDS, Layer, LMHeadLayer, Unsupported, frozen_norms, full_shape, lora_linears
-from .microbatch import Microbatch
-
-
-_ADVICE = "freeze them (`parameter.requires_grad_(False)`), or train with LoRA (`peft_config=LoraConfig({})`)."
-_LINEAR, _ATTENTION = "target_modules='all-linear'", "target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+from .layers.plan import ADVICE, coverage, full_name, parameter_names, plan, shortcuts, trained_parameters
+from .microbatch import CurrentMicrobatch, Microbatch
+from .rules.ledger import Ledger
+from .rules.registry import make_rule
+from .rules.rule import Rule
+from .rules.running import RunningStatistics
 
 
 class ISOPO:
@@ -49,8 +45,11 @@ class ISOPO:
         model (`nn.Module`):
             Model to train, before it is wrapped for distributed training. Parameters that do not require a gradient
             are left alone; every other must belong to a supported layer.
-        rule, fisher_power, norm_power, relative_power, regularization, keep_small, scale:
-            See [`ISOPOConfig`].
+        rule (`str` or [`Rule`], *optional*, defaults to `"fisher"`):
+            A registered rule's name, or a rule.
+        settings:
+            Settings of a rule that is given by its name: for the paper's, `fisher_power`, `norm_power`,
+            `relative_power`, `regularization`, `keep_small` and `scale`, see [`ISOPOConfig`].
         regularization_decay (`float`, *optional*, defaults to `0.9`):
             See [`ISOPOConfig`].
         fisher_samples (`int`, *optional*, defaults to `64`):
@@ -62,52 +61,42 @@ class ISOPO:
     def __init__(
         self,
         model: nn.Module,
-        rule: str = "fisher",
+        rule: str | Rule = "fisher",
         *,
-        fisher_power: float | None = None,
-        norm_power: float | None = None,
-        relative_power: float | None = None,
-        regularization: float | None = None,
         regularization_decay: float = 0.9,
-        keep_small: bool = False,
         fisher_samples: int = 64,
-        scale: str = "relative",
         seed: int = 0,
+        **settings: Any,
     ):
-        self.rule = Rule(
-            name=rule,
-            fisher_power=fisher_power,
-            norm_power=norm_power,
-            relative_power=relative_power,
-            regularization=regularization,
-            keep_small=keep_small,
-            scale=scale,
-        )
+        self.rule = make_rule(rule, **settings)
         check_settings(regularization_decay, fisher_samples)
         self.regularization_decay = regularization_decay
         self.fisher_samples = fisher_samples
         self.seed = seed
-        self.current: Microbatch | None = None
+        self._current = CurrentMicrobatch()
         self._draws = 0
-        self._verified = False
         self._last: tuple[Ledger, list[int]] | None = None
         self._running: RunningStatistics | None = None
-        self._plain: RunningStatistics | None = None
+        self._unscaled: RunningStatistics | None = None  # of rule "none", for terms without an advantage
         self._loaded: dict[str, Any] | None = None
         self._model = model
-        self._checked = False
-        self.layers = _plan(self, model)
+        self._parameters_are_planned = False  # checked once per optimizer step
+        self._every_layer_was_reached = False  # checked in the first backward
+        self.layers = plan(self._current, model)
         self._planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
-        self._head = next((layer for layer in self.layers if isinstance(layer, LMHeadLayer)), None)
-        # For speed alone: what they do for a trained parameter is what its layer would do
-        self._fused = [*lora_linears(self, model, self.layers), *frozen_norms(self, model, self.layers)]
-        for layer in (*self.layers, *self._fused):
+        self._shortcuts = shortcuts(self._current, model, self.layers)
+        for layer in (*self.layers, *self._shortcuts):
             layer.attach()
+
+    @property
+    def current(self) -> Microbatch | None:
+        """The microbatch under way, if there is one."""
+        return self._current.microbatch
 
     def detach(self) -> None:
         """Give the model its own layers back."""
         self.abort()
-        for layer in (*self.layers, *self._fused):
+        for layer in (*self.layers, *self._shortcuts):
             layer.detach()
 
     # One microbatch
@@ -122,7 +111,7 @@ class ISOPO:
             yield microbatch
             if self.current is not microbatch:
                 raise RuntimeError("Another microbatch began inside this one: end one before the next begins.")
-            if not any(microbatch.reached):
+            if not any(microbatch.visits):
                 raise RuntimeError(
                     "No trained layer was reached by a backward pass in this microbatch: run both the forward and "
                     "the backward inside the `with` block."
@@ -148,18 +137,18 @@ class ISOPO:
             advantages (`torch.Tensor`):
                 `[m]`, one per sequence. Negative values are fine: the coefficient carries the sign.
             attention_mask (`torch.Tensor`, *optional*):
-                `[B, T]`, for one sequence a row: nonzero at real positions, from which the Fisher samples are drawn.
+                `[B, T]`, for one sequence per row: nonzero at real positions, from which the Fisher samples are drawn.
             sequence_ids (`torch.Tensor`, *optional*):
                 `[B, T]`, in place of the mask where rows hold several sequences: the sequence `0 .. m - 1` of each
                 position, `-1` for padding.
             completion_mask (`torch.Tensor`, *optional*):
-                `[B, C]`, only for models with TRL's fused LM head: which of the last `C` tokens are scored.
+                `[B, C]`, only for TRL's chunked log-probabilities: which of the last `C` tokens are scored.
             loss_scale (`float`, *optional*, defaults to `1.0`):
                 Constant that the loss is multiplied by and that may change from step to step, such as one over the
                 number of accumulated microbatches.
         """
         if (attention_mask is None) == (sequence_ids is None):
-            raise ValueError("Give either `attention_mask` (one sequence a row) or `sequence_ids`.")
+            raise ValueError("Give either `attention_mask` (one sequence per row) or `sequence_ids`.")
         positions = attention_mask if attention_mask is not None else sequence_ids
         assert positions is not None
         if positions.dim() != 2:
@@ -171,9 +160,9 @@ class ISOPO:
                 f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
                 "per-token advantages are not supported (put token weights into the loss)."
             )
-        if not self._checked:  # once per optimizer step
-            self._check_trained()
-            self._checked = True
+        if not self._parameters_are_planned:
+            self._refuse_new_parameters()
+            self._parameters_are_planned = True
         if attention_mask is not None:
             sequences, real = Sequences.regular(B, T), attention_mask != 0
         else:
@@ -185,8 +174,8 @@ class ISOPO:
             seed = (self.seed * 1_000_003 + self._draws * world + rank) % 2**63
             samples = draw_samples(real, self.fisher_samples, seed)
         self._draws += 1
-        self._fold()
-        self.current = Microbatch(
+        self._close()
+        self._current.microbatch = Microbatch(
             shape=(B, T),
             sequences=sequences,
             samples=samples,
@@ -196,9 +185,7 @@ class ISOPO:
             loss_scale=loss_scale,
             scored=completion_mask,
         )
-        if self._head is not None:
-            _install_head(self._head)
-        return self.current
+        return self._current.microbatch
 
     def unscaled(self, term: torch.Tensor) -> None:
         """
@@ -213,80 +200,72 @@ class ISOPO:
         microbatch = self.current
         if microbatch is None:
             raise RuntimeError("`unscaled` was called outside of a microbatch: call it before the loss's backward.")
-        if any(microbatch.reached):
+        if any(microbatch.visits):
             raise RuntimeError("`unscaled` was called after the loss's backward had begun: call it before.")
-        if not microbatch.touched:
+        if not microbatch.in_graph:
             raise RuntimeError(
                 "No trained layer took part in the forward with gradients, so `unscaled` has nothing to go back "
                 "through. With gradient checkpointing, use the variant with `use_reentrant=False`."
             )
-        if self._plain is None:
-            rule = Rule(name="none")
-            self._plain = RunningStatistics(len(self.layers), self.regularization_decay, rule, term.device)
-        microbatch.unscaled(term, self._plain)
+        if self._unscaled is None:
+            rule = make_rule("none")
+            self._unscaled = RunningStatistics(len(self.layers), self.regularization_decay, rule, term.device)
+        microbatch.backward_of_term(term, self._unscaled)
 
     def end(self) -> None:
         """
         End the microbatch and verify that its backward reached no layer twice, and (the first one) every layer.
         """
-        self._fold()
+        self._close()
 
     def abort(self) -> None:
         """Forget the microbatch under way."""
         if self.current is not None:
             self.current.closed = True
-        self.current = None
-        _uninstall_head()
+        self._current.microbatch = None
 
-    def _fold(self) -> None:
-        microbatch, self.current = self.current, None
-        _uninstall_head()
+    def _close(self) -> None:
+        """Close the microbatch under way, if there is one, and take its figures into the step's."""
+        microbatch, self._current.microbatch = self.current, None
         if microbatch is None:
             return
         microbatch.closed = True
-        if any(microbatch.reached):
-            self._verify(microbatch.reached)
-            self._verify_unscaled(microbatch)
-            self._verified = True
-            self._last = (microbatch.ledger, microbatch.reached)
-            microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.reached])
+        if any(microbatch.visits):
+            self._verify_visits(microbatch.visits)
+            self._verify_terms(microbatch)
+            self._every_layer_was_reached = True
+            self._last = (microbatch.ledger, microbatch.visits)
+            microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.visits])
 
-    def _check_trained(self) -> None:
+    def _refuse_new_parameters(self) -> None:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
-        # Through the modules: FSDP swaps parameters, PEFT adds modules. Without their names, which take longer to make
-        modules, new = [self._model], []
-        while modules:
-            module = modules.pop()
-            modules += [child for child in module._modules.values() if child is not None]
-            for name, p in module._parameters.items():
-                if p is not None and p.requires_grad and (module, name) not in self._planned:
-                    new.append((module, name))
+        new = trained_parameters(self._model) - self._planned
         if new:
             places = {module: place for place, module in self._model.named_modules()}
-            names = [_name(places[module], name) for module, name in new[:8]]
+            names = sorted(full_name(places[module], name) for module, name in new)
             raise RuntimeError(
-                f"{', '.join(names)} became trainable after ISOPO was attached, so nothing would rescale the "
+                f"{', '.join(names[:8])} became trainable after ISOPO was attached, so nothing would rescale the "
                 "gradient: set `requires_grad` (or the adapter) before attaching, or `detach` and attach again."
             )
 
-    def _verify(self, reached: list[int]) -> None:
-        allowed = (1,) if not self._verified else (0, 1)
-        wrong = [(layer, times) for layer, times in zip(self.layers, reached, strict=True) if times not in allowed]
+    def _verify_visits(self, visits: list[int]) -> None:
+        allowed = (0, 1) if self._every_layer_was_reached else (1,)
+        wrong = [(layer, times) for layer, times in zip(self.layers, visits, strict=True) if times not in allowed]
         if wrong:
-            listed = "; ".join(f"{', '.join(_names(layer))}: {times} times" for layer, times in wrong[:10])
+            listed = "; ".join(f"{', '.join(parameter_names(layer))}: {times} times" for layer, times in wrong[:10])
             more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
             raise RuntimeError(
                 "The backward pass must reach every trained layer exactly once, but reached " + listed + more + ". "
                 "Zero means that the layer took no part in the loss, or that something else replaced its forward; "
-                "more than one, that it is shared between places of the model. To go on, " + _ADVICE.format(_LINEAR)
+                "more than one, that it is shared between places of the model. To go on, " + ADVICE
             )
 
-    def _verify_unscaled(self, microbatch: Microbatch) -> None:
+    def _verify_terms(self, microbatch: Microbatch) -> None:
         """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
-        if microbatch.plain is None:
+        if microbatch.of_terms is None:
             return
-        both = zip(self.layers, microbatch.plain.reached, microbatch.reached, strict=True)
-        lost = [_names(layer)[0] for layer, of_term, of_loss in both if of_term and not of_loss]
+        both = zip(self.layers, microbatch.of_terms.visits, microbatch.visits, strict=True)
+        lost = [parameter_names(layer)[0] for layer, of_term, of_loss in both if of_term and not of_loss]
         if lost:
             raise RuntimeError(
                 f"The term given to `unscaled` reached {', '.join(lost[:8])}, but the loss did not, so its gradient "
@@ -298,16 +277,16 @@ class ISOPO:
     def step(self) -> dict[str, float]:
         """
         Close an optimizer step: update the running statistics over all its microbatches and ranks, and return the
-        step's figures (see [`~geometry.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
+        step's figures (see [`~rules.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
         after the last backward: without it there are no running means, and every microbatch goes by its own.
 
         `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite: do not step the
         optimizer if it is not zero.
         """
-        self._fold()
+        self._close()
         if self._running is None:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
-        self._checked = False
+        self._parameters_are_planned = False
         return self._running.step()
 
     def _statistics(self, device: torch.device) -> RunningStatistics:
@@ -325,8 +304,8 @@ class ISOPO:
         """Running statistics and the place in the sample stream; the same on every rank."""
         running = self._running.state_dict() if self._running is not None else self._loaded
         return {
-            "layers": [name for layer in self.layers for name in _names(layer)],
-            "rule": repr(self.rule),
+            "layers": [name for layer in self.layers for name in parameter_names(layer)],
+            "rule": self.rule.settings,
             "draws": self._draws,
             "running": running,
         }
@@ -340,10 +319,11 @@ class ISOPO:
                 "The saved ISOPO statistics belong to other trained parameters (they differ in "
                 f"{', '.join(difference) or 'order'}): resume with the same model and the same trained parameters."
             )
-        if state["rule"] != own["rule"]:
+        saved = _saved_settings(state["rule"])
+        if saved != own["rule"]:
             raise ValueError(
-                f"The saved ISOPO statistics belong to {state['rule']}, but the run is configured with {own['rule']}: "
-                "resume with the saved settings, or start a new run from the saved weights."
+                f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
+                f"{_listed(own['rule'])}: resume with the saved settings, or start a new run from the saved weights."
             )
         self._draws = state["draws"]
         if self._running is not None and state["running"] is not None:
@@ -360,35 +340,25 @@ class ISOPO:
         """
         if self._last is None:
             raise RuntimeError("`multipliers` was called before any microbatch had ended.")
-        ledger, reached = self._last
+        ledger, visits = self._last
         advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
         table = (ledger.table[:, 0] / advantages).cpu()
-        return {_names(layer)[0]: table[layer.index] for layer in self.layers if reached[layer.index]}
+        return {parameter_names(layer)[0]: table[layer.index] for layer in self.layers if visits[layer.index]}
 
     # Coverage
 
     def coverage(self, sequences: int = 8, length: int = 1024) -> list[dict[str, Any]]:
         """
-        Which rule and strategy each trained parameter gets in microbatches of `sequences` sequences of `length`
-        positions: a list of rows `parameter`, `shape`, `rule`, `strategy`.
+        Which kind of layer takes each trained parameter, and by which strategy, in microbatches of `sequences`
+        sequences of `length` positions: a list of rows `parameter`, `shape`, `kind`, `strategy`.
         """
-        samples = min(self.fisher_samples, sequences * length) if self.rule.needs.overlap else 0
-        return [
-            {
-                "parameter": _name(layer.name, name),
-                "shape": full_shape(layer.module.get_parameter(name)),
-                "rule": layer.kind,
-                "strategy": layer.strategy(sequences, length, samples, self.rule.needs),
-            }
-            for layer in self.layers
-            for name in layer.parameters
-        ]
+        return coverage(self.layers, self.rule, sequences, length, self.fisher_samples)
 
     def print_coverage(self, sequences: int = 8, length: int = 1024) -> None:
         """Print [`coverage`] as a table."""
-        rows = [("parameter", "shape", "rule", "strategy")]
+        rows = [("parameter", "shape", "kind", "strategy")]
         rows += [
-            (row["parameter"], " x ".join(map(str, row["shape"])), row["rule"], row["strategy"])
+            (row["parameter"], " x ".join(map(str, row["shape"])), row["kind"], row["strategy"])
             for row in self.coverage(sequences, length)
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -410,99 +380,14 @@ def _world() -> tuple[int, int]:
     return 1, 0
 
 
-def _names(layer: Layer) -> list[str]:
-    return [_name(layer.name, parameter) for parameter in layer.parameters]
+def _saved_settings(rule: Any) -> Any:
+    """The name and settings of a rule out of a saved state."""
+    if not isinstance(rule, str):
+        return rule
+    # Version 0.1 wrote `Rule(name='fisher', fisher_power=None, ...)`, with None for what is the rule's own
+    settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
+    return make_rule(settings.pop("name"), **settings).settings
 
 
-def _name(module: str, parameter: str) -> str:
-    return f"{module}.{parameter}" if module else parameter
-
-
-def _plan(isopo: ISOPO, model: nn.Module) -> list[Layer]:
-    """A layer for every module that has trained parameters of its own; refuses the others by name."""
-    devices = {p.device for p in model.parameters() if p.requires_grad}
-    if len(devices) > 1:
-        raise ValueError(
-            f"The trained parameters are split over {', '.join(sorted(map(str, devices)))}, which ISOPO does not "
-            "support: load the model on one device (`device_map=None`), or shard it with FSDP2."
-        )
-    if any(_is_compiled(module) for module in model.modules()):
-        raise ValueError(
-            "The model is compiled (`torch.compile`), which ISOPO does not support, since its layers decide at every "
-            "backward what to compute: give the model uncompiled."
-        )
-    if any("_isopo_layer" in module.__dict__ for module in model.modules()):
-        raise ValueError("An ISOPO is attached to this model already: call its `detach` first.")
-    head = _output_embeddings(model)
-    # PEFT adds adapters of bare parameters (experts, routers) to the parameter and never calls them
-    of_parameters = {
-        module
-        for wrapper in model.modules()
-        if isinstance(wrapper, ParamWrapper)
-        for adapters in (wrapper.lora_A, wrapper.lora_B)
-        for module in adapters.modules()
-    }
-    layers: list[Layer] = []
-    refused: list[str] = []
-    experts = False
-    for name, module in model.named_modules():
-        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if not trainable:
-            continue
-        kinds = (LMHeadLayer,) if module is head else KINDS
-        try:
-            if module in of_parameters:
-                raise Unsupported("an adapter of a bare parameter")
-            kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
-            reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
-        except Unsupported as error:
-            kind, reason = None, str(error)
-        if kind is None:
-            refused += [f"{_name(name, parameter)} ({reason})" for parameter in trainable]
-            # PEFT's 'all-linear' includes stacks of experts
-            experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
-        else:
-            layers.append(kind(isopo, module, name, len(layers)))
-    if refused:
-        advice = _ADVICE.format(_ATTENTION if experts else _LINEAR)
-        more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
-        raise ValueError("ISOPO cannot train " + "; ".join(refused[:8]) + more + ": " + advice)
-    if not layers:
-        raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
-    return layers
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # `torch.compile(model)` wraps, `model.compile()` replaces the call; the wrapper's class takes seconds to import
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
-
-
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is not None and hasattr(head, "modules_to_save"):  # PEFT's trained copy
-        head = next((m for m in head.modules_to_save.values() if any(p.requires_grad for p in m.parameters())), head)
-    return head
-
-
-class _Dispatch:
-    """Stands in the place where TRL looks up its fused head's function."""
-
-    def __init__(self, head: LMHeadLayer):
-        self.apply = head.fused
-
-
-def _install_head(head: LMHeadLayer) -> None:
-    setattr(trl_utils, _PLACE, _Dispatch(head))
-
-
-def _uninstall_head() -> None:
-    setattr(trl_utils, _PLACE, _TRL_FUNCTION)
-
-
-_PLACE = "_ChunkedLogProbFunction"
-_TRL_FUNCTION = getattr(trl_utils, _PLACE, None)
-if _TRL_FUNCTION is not ChunkedLogProbFunction:
-    raise ImportError(
-        f"TRL {trl.__version__} has no trl.trainer.utils.{_PLACE}, through which isopo_trl reaches the LM head: "
-        "install trl 1.16, or a newer isopo_trl."
-    )
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -222,12 +222,12 @@ def test_the_coverage_names_every_trained_parameter_once_with_its_kind_and_strat
     rows = isopo.coverage(sequences=8, length=1024)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {row["parameter"]: row["shape"] for row in rows} == {name: tuple(p.shape) for name, p in trained.items()}
-    kinds = {row["parameter"].split(".")[-2]: row["rule"] for row in rows}
+    kinds = {row["parameter"].split(".")[-2]: row["kind"] for row in rows}
     assert kinds["embed_tokens"] == "embedding" and kinds["lm_head"] == "lm head"
     assert kinds["q_proj"] == "linear" and kinds["q_norm"] == "rms norm"
     isopo.print_coverage(sequences=8, length=1024)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["parameter", "shape", "rule", "strategy"] and len(lines) == 1 + len(rows)
+    assert lines[0].split() == ["parameter", "shape", "kind", "strategy"] and len(lines) == 1 + len(rows)
     for line, row in zip(lines[1:], rows, strict=True):
         assert line.startswith(row["parameter"]) and line.endswith(row["strategy"])
 
@@ -268,14 +268,36 @@ def test_a_state_can_be_taken_back_in_the_middle_of_a_run():
     ("model", "settings", "message"),
     [
         (nn.Sequential(nn.Linear(3, 3)), {}, "other trained parameters .*1.bias"),
-        (linear(), {"rule": "euclidean"}, "belong to Rule.*fisher.*euclidean"),
-        (linear(), {"regularization": 0.5}, "belong to Rule"),
+        (linear(), {"rule": "euclidean"}, "belong to name='fisher'.*name='euclidean'"),
+        (linear(), {"regularization": 0.5}, "regularization=0.0.*regularization=0.5"),
     ],
 )
 def test_the_state_of_another_model_or_rule_is_refused(model, settings, message):
     saved = ISOPO(linear())
     with pytest.raises(ValueError, match=message):
         ISOPO(model, **settings).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings"),
+    [
+        ("name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None", {}),
+        (
+            "name='fig4', fisher_power=None, norm_power=-0.5, relative_power=None, regularization=0.1",
+            {"rule": "fig4", "norm_power": -0.5, "regularization": 0.1},
+        ),
+        (
+            "name='interacting', fisher_power=None, norm_power=None, relative_power=None, regularization=None",
+            {"rule": "interacting"},
+        ),
+    ],
+)
+def test_a_state_that_version_0_1_0_saved_is_taken(saved, settings):
+    isopo = ISOPO(linear(), **settings)
+    state = {**isopo.state_dict(), "rule": f"Rule({saved}, keep_small=False, scale='relative')"}
+    isopo.load_state_dict(state)
+    with pytest.raises(ValueError, match="belong to name"):
+        ISOPO(linear(), "euclidean").load_state_dict(state)
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place", "a layer in place"])

@@ -12,14 +12,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isopo_trl.geometry import kernels, rms_norm
-from isopo_trl.geometry.coefficients import RULES, Rule
-from isopo_trl.geometry.running import RunningStatistics
 from isopo_trl.geometry.sequences import Sequences, draw_samples
 from isopo_trl.geometry.statistics import Statistics, elementwise_statistics, linear_statistics, sequence_gradients
+from isopo_trl.kernels import coefficients as coefficient_kernels
+from isopo_trl.kernels import elementwise as elementwise_kernels
+from isopo_trl.kernels import launch as launching
+from isopo_trl.kernels import linear as row_kernels
+from isopo_trl.kernels import rms_norm
+from isopo_trl.kernels import v as v_kernels
 from isopo_trl.microbatch import Microbatch
-from tests import fused
-from tests.fused import (
+from isopo_trl.rules import make_rule, rule_names
+from isopo_trl.rules.running import RunningStatistics
+from tests.kernels import batches
+from tests.kernels.batches import (
     DEVICE,
     DTYPES,
     EUCLIDEAN,
@@ -40,12 +45,12 @@ from tests.fused import (
 )
 
 
-pytestmark = fused.needs_kernels
+pytestmark = batches.needs_kernels
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    fused.poison_memory(monkeypatch)
+    batches.poison_memory(monkeypatch)
 
 
 def plain_statistics(given, needs, strategy="kept"):
@@ -60,12 +65,12 @@ def linear(given, run, rows=None):
     overlap = V = None
     if rule.needs.overlap:
         arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.ledger, run.index)
-        overlap = kernels.overlap_coefficients(*arguments, finish=not explicit)
+        overlap = row_kernels.overlap_coefficients(*arguments, finish=not explicit)
     if explicit:
         p, d = given.g.shape[1], given.a.shape[1] + given.bias
         rows = rows or p
         sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
-        sums = kernels.VBlocks(sizes, run.ledger, run.index, overlap, len(given.samples.rows))
+        sums = v_kernels.VBlocks(sizes, run.ledger, run.index, overlap, len(given.samples.rows))
         for _, V in sequence_gradients(given.g, given.a, given.bias, given.sequences, rows):
             sums.add(V)
     return V
@@ -92,7 +97,7 @@ def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
     run = Run.of(given, FISHER)
     arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.ledger, run.index)
-    result = kernels.overlap_coefficients(*arguments)
+    result = row_kernels.overlap_coefficients(*arguments)
     expected, _ = plain_statistics(given, FISHER.needs, "ghost")
     m, n = shape[0], len(given.samples.rows)
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
@@ -105,7 +110,7 @@ def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
     unfinished = Run.of(given, FIG4)
     arguments = (*arguments[:5], unfinished.ledger, unfinished.index)
     before = unfinished.ledger.table.clone()
-    again = kernels.overlap_coefficients(*arguments, finish=False)
+    again = row_kernels.overlap_coefficients(*arguments, finish=False)
     assert torch.equal(again, result)
     assert torch.equal(unfinished.ledger.table, before) and not unfinished.ledger.counter.any()
 
@@ -142,14 +147,14 @@ def test_gradients_that_take_several_programs(m, p, d, rule):
     given = batch(m, 1, 1, 1, 1)
     run = Run.of(given, rule)
     parts = [p] if p == 1 else [p - 65, 65]
-    sums = kernels.VBlocks([part * d for part in parts], run.ledger, run.index)
-    without = kernels.VSums(rule)
+    sums = v_kernels.VBlocks([part * d for part in parts], run.ledger, run.index)
+    without = v_kernels.VSums(rule)
     for part in V.split(parts, dim=1):
         sums.add(part.contiguous())
         without.add(part.contiguous())
     ntk = torch.einsum("ipd,jpd->ij", V.double(), V.double())
     run.check(Statistics(norm=ntk.diagonal(), ntk=ntk), STATISTIC[torch.float32])
-    if rule.interacting:
+    if rule.needs.ntk:
         close(without.result.ntk, ntk, STATISTIC[torch.float32])
     else:
         close(without.result.norm, ntk.diagonal(), STATISTIC[torch.float32])
@@ -158,26 +163,26 @@ def test_gradients_that_take_several_programs(m, p, d, rule):
 @pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING], ids=named)
 @pytest.mark.parametrize("m", [1, 3, 8, 17])
 def test_sums_without_a_ledger_are_the_statistics(m, rule):
-    dtype = torch.float64 if kernels.INTERPRET else torch.float32
+    dtype = torch.float64 if launching.INTERPRET else torch.float32
     V = torch.randn(m, 7, 33, generator=torch.Generator().manual_seed(m)).to(DEVICE, dtype)
-    sums = kernels.VSums(rule)
+    sums = v_kernels.VSums(rule)
     for part in V.split(3, dim=1):
         sums.add(part.contiguous())
     ntk = torch.einsum("ipd,jpd->ij", V.double(), V.double())
-    assert (sums.result.ntk is None) != rule.interacting and (sums.result.norm is None) == rule.interacting
-    close(sums.result.ntk if rule.interacting else sums.result.norm, ntk if rule.interacting else ntk.diagonal(), 1e-5)
+    assert (sums.result.ntk is None) != rule.needs.ntk and (sums.result.norm is None) == rule.needs.ntk
+    close(sums.result.ntk if rule.needs.ntk else sums.result.norm, ntk if rule.needs.ntk else ntk.diagonal(), 1e-5)
     assert sums.result.overlap is None and sums.result.sample_norm is None
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 17])
 @pytest.mark.parametrize(("p", "d"), [(1, 1), (5, 33), (16, 16), (33, 130)])
 def test_combined_is_the_sum_of_gradients_with_their_coefficients(m, p, d):
-    dtype = torch.float64 if kernels.INTERPRET else torch.float32
+    dtype = torch.float64 if launching.INTERPRET else torch.float32
     V = torch.randn(m, p, d, generator=torch.Generator().manual_seed(m)).to(DEVICE, dtype)
     ledger = filled_ledger(m)
     expected = torch.einsum("m,mpd->pd", ledger.table[KNOWN, 0], V.double())
     for out in DTYPES:
-        result = kernels.combined(V, ledger, KNOWN, out)
+        result = v_kernels.combined(V, ledger, KNOWN, out)
         assert result.dtype == out
         close(result, expected, max(GRADIENT[out], GRADIENT[dtype]))
 
@@ -192,7 +197,7 @@ def test_combined_is_the_sum_of_gradients_with_their_coefficients(m, p, d):
 def test_scaled_rows_are_those_of_the_sequences(m, T, d, dtype):
     x = torch.randn(m * T, d, generator=torch.Generator().manual_seed(m)).to(DEVICE, dtype)
     ledger, sequences = filled_ledger(m), Sequences.regular(m, T)
-    result = kernels.scaled(x, sequences, ledger, KNOWN)
+    result = row_kernels.scaled(x, sequences, ledger, KNOWN)
     assert result.dtype == dtype and result.is_contiguous()
     close(result, sequences.scaled(x.double(), ledger.table[KNOWN, 0]), GRADIENT[dtype])
 
@@ -225,8 +230,8 @@ def test_rows_may_lie_in_memory_in_any_way(layout, dtype):
     linear(plain, same)
     assert torch.equal(run.ledger.table, same.ledger.table)
     ledger = filled_ledger(3)
-    expected = kernels.scaled(plain.a, given.sequences, ledger, 0)
-    assert torch.equal(kernels.scaled(turned.a, given.sequences, ledger, 0), expected)
+    expected = row_kernels.scaled(plain.a, given.sequences, ledger, 0)
+    assert torch.equal(row_kernels.scaled(turned.a, given.sequences, ledger, 0), expected)
     of_turned, of_plain = (elementwise(x, Run.of(x, FIG4)) for x in (turned, plain))
     assert torch.equal(of_turned, of_plain)
 
@@ -237,7 +242,7 @@ def test_rows_may_lie_in_memory_in_any_way(layout, dtype):
 def elementwise(given, run, dtype=None):
     samples = given.samples if run.running.rule.needs.overlap else None
     arguments = (given.g, given.sequences, samples, run.ledger, run.index, dtype or given.g.dtype)
-    return kernels.elementwise_gradient(*arguments)
+    return elementwise_kernels.elementwise_gradient(*arguments)
 
 
 def check_elementwise(given, run):
@@ -250,7 +255,7 @@ def check_elementwise(given, run):
     assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("rule", [FIG4, INTERACTING, Rule("none")], ids=named)
+@pytest.mark.parametrize("rule", [FIG4, INTERACTING, make_rule("none")], ids=named)
 @pytest.mark.parametrize(
     ("m", "T", "d", "n"),
     [(1, 1, 1, 1), (3, 7, 5, 130), (8, 64, 16, 64), (17, 65, 33, 5), (3, 130, 130, 130), (2, 1100, 5, 9)],
@@ -283,26 +288,26 @@ def rules():
     """Every rule in both scales, with and without regularisation, of both kinds."""
     powers = {"fisher_power": 0.5, "norm_power": -1.25, "relative_power": -0.5}
     for scale in ("relative", "paper"):
-        for name in RULES:
-            yield Rule(name, scale=scale)
+        for name in rule_names():
+            yield make_rule(name, scale=scale)
             if name != "none":
-                yield Rule(name, scale=scale, regularization=0.3)
+                yield make_rule(name, scale=scale, regularization=0.3)
             if name not in ("none", "interacting"):
-                yield Rule(name, scale=scale, regularization=0.3, keep_small=True)
-        yield Rule("none", scale=scale, **powers)
-        yield Rule("none", scale=scale, regularization=2.0, **powers)
+                yield make_rule(name, scale=scale, regularization=0.3, keep_small=True)
+        yield make_rule("none", scale=scale, **powers)
+        yield make_rule("none", scale=scale, regularization=2.0, **powers)
 
 
 ALL_RULES = list(rules())
 A_FEW_RULES = [
     FISHER,
-    Rule("fisher", scale="paper"),
-    Rule("npg", regularization=0.3, keep_small=True),
+    make_rule("fisher", scale="paper"),
+    make_rule("npg", regularization=0.3, keep_small=True),
     FIG4,
-    Rule("fig4", scale="paper", regularization=0.3),
+    make_rule("fig4", scale="paper", regularization=0.3),
     EUCLIDEAN,
     INTERACTING,
-    Rule("interacting", scale="paper", regularization=0.3),
+    make_rule("interacting", scale="paper", regularization=0.3),
 ]
 WHERE = [(KNOWN, 0.25), (UNKNOWN, 0.5)]  # layer, constant of the loss
 
@@ -387,7 +392,7 @@ def test_an_absent_sample_is_not_read_even_where_its_row_is_broken(rule):
     sequence = given.samples.rows[-1] // 7
     others = torch.arange(4, device=DEVICE) != sequence
     given.g[given.samples.rows[-1]] = math.nan
-    spoilt, spoilt_vector = Run.of(given, Rule(rule.name, scale="paper")), Run.of(given, rule)
+    spoilt, spoilt_vector = Run.of(given, make_rule(rule.name, scale="paper")), Run.of(given, rule)
     linear(given, spoilt)
     elementwise(given, spoilt_vector)
     for one, other in ((run, spoilt), (vector, spoilt_vector)):
@@ -441,7 +446,7 @@ def test_one_ledger_serves_layer_after_layer_and_gives_the_same_every_time(rule)
     ],
 )
 def test_a_microbatch_of_too_many_sequences_is_left_to_pytorch(m, n, rule, can):
-    assert kernels.usable(torch.ones(1, 1, device=DEVICE), m, n, rule) == can
+    assert coefficient_kernels.usable(torch.ones(1, 1, device=DEVICE), m, n, rule) == can
 
 
 @pytest.mark.parametrize(
@@ -449,7 +454,7 @@ def test_a_microbatch_of_too_many_sequences_is_left_to_pytorch(m, n, rule, can):
 )
 def test_the_largest_tiles_that_the_kernels_accept(m, n, rule):
     given = batch(m, 1 if n < 128 else 2, 3, 2, max(n, 1))
-    assert kernels.usable(given.g, m, n, rule)
+    assert coefficient_kernels.usable(given.g, m, n, rule)
     run = Run.of(given, rule)
     linear(given, run)
     run.check(plain_statistics(given, rule.needs)[0], STATISTIC[EXACT])
@@ -460,20 +465,20 @@ def test_the_largest_tiles_that_the_kernels_accept(m, n, rule):
 def test_the_kernels_take_what_they_can_multiply():
     x = torch.ones(2, 2, device=DEVICE)
     taken = [dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)]
-    taken = {dtype for dtype in taken if kernels.usable(x.to(dtype), 2, 2, FISHER)}
+    taken = {dtype for dtype in taken if coefficient_kernels.usable(x.to(dtype), 2, 2, FISHER)}
     half = {torch.float16, torch.float32}
     # Triton's interpreter has no products of bf16, and on a GPU float64 is left to cuBLAS
-    assert taken == (half | {torch.float64} if kernels.INTERPRET else half | {torch.bfloat16})
-    assert not kernels.usable(x[:0], 2, 2, FISHER)
-    if not kernels.INTERPRET:
-        assert not kernels.usable(x.cpu(), 2, 2, FISHER)
+    assert taken == (half | {torch.float64} if launching.INTERPRET else half | {torch.bfloat16})
+    assert not coefficient_kernels.usable(x[:0], 2, 2, FISHER)
+    if not launching.INTERPRET:
+        assert not coefficient_kernels.usable(x.cpu(), 2, 2, FISHER)
 
 
 def test_the_kernels_can_be_turned_off(monkeypatch):
     x = torch.ones(2, 2, device=DEVICE)
-    assert kernels.usable(x, 2, 2, FISHER)
-    monkeypatch.setattr(kernels, "ENABLED", False)
-    assert not kernels.usable(x, 2, 2, FISHER)
+    assert coefficient_kernels.usable(x, 2, 2, FISHER)
+    monkeypatch.setattr(launching, "ENABLED", False)
+    assert not coefficient_kernels.usable(x, 2, 2, FISHER)
 
 
 def test_packed_sequences_are_left_to_pytorch():
@@ -482,16 +487,16 @@ def test_packed_sequences_are_left_to_pytorch():
     running = RunningStatistics(1, 0.9, FISHER, DEVICE)
     advantages = torch.ones(2, device=DEVICE)
     packed = Sequences.from_ids(torch.tensor([0, 0, 1, 1, 1, -1], device=DEVICE), 2)
-    assert Microbatch((2, 3), Sequences.regular(2, 3), samples, advantages, FISHER, running).fused(x)
-    assert not Microbatch((2, 3), packed, samples, advantages, FISHER, running).fused(x)
+    assert Microbatch((2, 3), Sequences.regular(2, 3), samples, advantages, FISHER, running).kernels_take(x)
+    assert not Microbatch((2, 3), packed, samples, advantages, FISHER, running).kernels_take(x)
 
 
 def test_the_widest_elementwise_parameter_has_a_counter_for_every_block(monkeypatch):
     launches = []
-    monkeypatch.setattr(kernels, "launch", lambda kernel, plan, *_: launches.append(plan.grid))
+    monkeypatch.setattr(elementwise_kernels, "launch", lambda kernel, plan, *_: launches.append(plan.grid))
     ledger = filled_ledger(1)
-    v = torch.zeros(1, kernels.MOST_FEATURES, device=DEVICE)
-    kernels.elementwise_gradient(v, Sequences.regular(1, 1), None, ledger, 0, v.dtype)
+    v = torch.zeros(1, elementwise_kernels.MOST_FEATURES, device=DEVICE)
+    elementwise_kernels.elementwise_gradient(v, Sequences.regular(1, 1), None, ledger, 0, v.dtype)
     assert [1 + grid[0] for grid in launches] == [len(ledger.counter)]
 
 
@@ -521,22 +526,22 @@ class FakeCompiled:
 
 
 def test_a_plan_launches_what_was_compiled_with_the_arguments_of_the_moment():
-    kernel, plan = FakeKernel(), kernels.Plan((3, 1, 1), ("constant",))
+    kernel, plan = FakeKernel(), launching.Plan((3, 1, 1), ("constant",))
     x, y = torch.zeros(4), torch.ones(4)
-    kernels.launch(kernel, plan, (x, x), (7,))
-    kernels.launch(kernel, plan, (x, y), (8,))
+    launching.launch(kernel, plan, (x, x), (7,))
+    launching.launch(kernel, plan, (x, y), (8,))
     assert kernel.compiled == 1
     assert kernel.launched == [((3, 1, 1), x, y, 8, "constant")]
 
 
 def test_a_kernel_compiled_for_aligned_pointers_is_not_launched_for_others():
-    kernel, plan = FakeKernel(), kernels.Plan((1, 1, 1), ())
+    kernel, plan = FakeKernel(), launching.Plan((1, 1, 1), ())
     x = torch.zeros(8)
-    kernels.launch(kernel, plan, (x[1:],), ())
-    kernels.launch(kernel, plan, (x,), ())
-    kernels.launch(kernel, plan, (x, x[1:]), ())
+    launching.launch(kernel, plan, (x[1:],), ())
+    launching.launch(kernel, plan, (x,), ())
+    launching.launch(kernel, plan, (x, x[1:]), ())
     assert kernel.compiled == 3 and kernel.launched == []
-    kernels.launch(kernel, plan, (x[4:],), ())
+    launching.launch(kernel, plan, (x[4:],), ())
     assert kernel.compiled == 3 and len(kernel.launched) == 1
 
 
@@ -549,11 +554,11 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
         key = (kernel, plan.constants, tuple(x.dtype for x in tensors), tuple(plan.options.items()), plan.grid)
         assert seen.setdefault(id(plan), (plan, key))[1] == key
 
-    monkeypatch.setattr(kernels, "launch", launch)
-    monkeypatch.setattr(rms_norm, "launch", launch)
+    for module in (row_kernels, v_kernels, elementwise_kernels, rms_norm):
+        monkeypatch.setattr(module, "launch", launch)
     types = [torch.float32, torch.float16, torch.bfloat16]
     for rule, m, T, d in itertools.product(
-        (FISHER, FIG4, EUCLIDEAN, INTERACTING, Rule("none")), (1, 3), (7, 70), (5, 16)
+        (FISHER, FIG4, EUCLIDEAN, INTERACTING, make_rule("none")), (1, 3), (7, 70), (5, 16)
     ):
         given = batch(m, T, d, 2 * d, 6, dtype=torch.float32)
         ledger = Run.of(given, rule).ledger
@@ -564,18 +569,18 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
             for finish, bias in itertools.product((True, False), (True, False)):
                 if rule.needs.overlap:
                     arguments = (given.sequences, given.samples, ledger, 0)
-                    overlap = kernels.overlap_coefficients(g, a, bias, *arguments, finish=finish)
+                    overlap = row_kernels.overlap_coefficients(g, a, bias, *arguments, finish=finish)
             V = torch.zeros(m, d, 3, device=DEVICE)
             if rule.needs.norm or rule.needs.ntk:
-                kernels.v_coefficients(V, ledger, 0, overlap, n)
-                kernels.VBlocks([V[0].numel()] * 2, ledger, 0, overlap, n).add(V)
-                kernels.VSums(rule).add(V)
-            kernels.combined(V, ledger, 0, out)
-            kernels.scaled(a, given.sequences, ledger, 0)
-            kernels.elementwise_gradient(g, given.sequences, samples, ledger, 0, out)
+                v_kernels.v_coefficients(V, ledger, 0, overlap, n)
+                v_kernels.VBlocks([V[0].numel()] * 2, ledger, 0, overlap, n).add(V)
+                v_kernels.VSums(rule).add(V)
+            v_kernels.combined(V, ledger, 0, out)
+            row_kernels.scaled(a, given.sequences, ledger, 0)
+            elementwise_kernels.elementwise_gradient(g, given.sequences, samples, ledger, 0, out)
             x, weight = g.view(m, T, d), torch.ones(d, device=DEVICE, dtype=out)
             for flavour in (rms_norm.Flavour(1e-6, 0.0, True), rms_norm.Flavour(1e-6, 1.0, False)):
                 y, scale = rms_norm.forward(x, weight, flavour)
                 _, sums, v = rms_norm.backward(x, y, weight, scale, flavour, given.sequences, samples)
-                kernels.elementwise_gradient(v, given.sequences, samples, ledger, 0, out, sums)
+                elementwise_kernels.elementwise_gradient(v, given.sequences, samples, ledger, 0, out, sums)
     assert len(seen) > 100

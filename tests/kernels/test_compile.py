@@ -7,20 +7,23 @@ import types
 import pytest
 import torch
 
-from isopo_trl.geometry import kernels, rms_norm
-from isopo_trl.geometry.coefficients import Rule
-from isopo_trl.geometry.running import RunningStatistics
 from isopo_trl.geometry.sequences import Samples, Sequences
+from isopo_trl.kernels import elementwise, linear, rms_norm, v
+from isopo_trl.kernels.coefficients import KernelLedger, usable
+from isopo_trl.kernels.launch import INTERPRET
+from isopo_trl.rules import make_rule
+from isopo_trl.rules.running import RunningStatistics
 
 
 triton = pytest.importorskip("triton")
-if kernels.INTERPRET:
+if INTERPRET:
     pytest.skip("under TRITON_INTERPRET=1 nothing is compiled", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
+MODULES = (linear, v, elementwise, rms_norm)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -32,9 +35,9 @@ TYPES = {
     torch.int32: "*i32",
 }
 RULES = {
-    "fisher": Rule("fisher"),
-    "fig4": Rule("fig4", regularization=0.1, keep_small=True, scale="paper"),
-    "interacting": Rule("interacting"),
+    "fisher": make_rule("fisher"),
+    "fig4": make_rule("fig4", regularization=0.1, keep_small=True, scale="paper"),
+    "interacting": make_rule("interacting"),
 }
 
 
@@ -65,8 +68,8 @@ def compiled(capability, monkeypatch):
     found = {}
     memory = types.SimpleNamespace(shared_memory_per_block_optin=MEMORY[capability])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
-    pipeline = kernels._pipeline
-    monkeypatch.setattr(kernels, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
+    pipeline = linear._pipeline
+    monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
     forget_plans()
 
     def launch(kernel, plan, tensors, numbers):
@@ -88,15 +91,15 @@ def compiled(capability, monkeypatch):
         assert made.metadata.shared <= MEMORY[capability], f"{names[0]}: {made.metadata.shared} bytes"
         found[kernel.__name__] = made.metadata.shared
 
-    monkeypatch.setattr(kernels, "launch", launch)
-    monkeypatch.setattr(rms_norm, "launch", launch)
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", launch)
     yield found
     forget_plans()
 
 
 def forget_plans():
     """Those that were made for another device."""
-    for module in (kernels, rms_norm):
+    for module in MODULES:
         for name, plan in vars(module).items():
             if name.endswith("_plan"):
                 plan.cache_clear()
@@ -115,7 +118,7 @@ def tensor(*shape, dtype=torch.float32):
 def microbatch(rule, m, T, n):
     running = RunningStatistics(2, 0.9, rule, torch.device("meta"))
     samples = Samples(tensor(n, dtype=torch.int64), tensor(n, dtype=torch.bool))
-    return Sequences.regular(m, T), samples, running.open(tensor(m))
+    return Sequences.regular(m, T), samples, KernelLedger(running.open(tensor(m)))
 
 
 @pytest.mark.parametrize(("capability", "rule", "dtype"), COMBINATIONS)
@@ -128,15 +131,15 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
     overlap = None
     explicit = rule.needs.norm or rule.needs.ntk
     if rule.needs.overlap:
-        overlap = kernels.overlap_coefficients(g, a, True, sequences, samples, ledger, 0, finish=not explicit)
+        overlap = linear.overlap_coefficients(g, a, True, sequences, samples, ledger, 0, finish=not explicit)
         expected |= {"_overlap_kernel"}
     if explicit:
         V = tensor(m, p, d)
-        kernels.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
-        kernels.combined(V, ledger, 0, dtype)
-        expected |= {"_ntk_kernel" if rule.interacting else "_norm_kernel", "_combine_kernel"}
-    kernels.scaled(g, sequences, ledger, 0)
-    kernels.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, dtype)
+        v.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
+        v.combined(V, ledger, 0, dtype)
+        expected |= {"_ntk_kernel" if rule.needs.ntk else "_norm_kernel", "_combine_kernel"}
+    linear.scaled(g, sequences, ledger, 0)
+    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, dtype)
     assert set(compiled) == expected
 
 
@@ -153,7 +156,7 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
 def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_samples(compiled, dtype):
     sequences, samples, ledger = microbatch(RULES["fig4"], 2, 64, 128)
     g = tensor(128, 4096, dtype=dtype)
-    kernels.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
+    linear.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
     assert compiled["_overlap_kernel"] > 2**15  # there is something under way
 
 
@@ -165,13 +168,13 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
     m = 64  # the most that `usable` allows with 128 samples, and for the kernel
     sequences, samples, ledger = microbatch(rule, m, 64, 128)
     g, V = tensor(m * 64, 96), tensor(m, 96, 64)
-    assert kernels.usable(g, m, 128, rule)
+    assert usable(g, m, 128, rule)
     overlap = None
     if rule.needs.overlap:
-        overlap = kernels.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
-    kernels.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
-    kernels.VSums(rule).add(V)
-    kernels.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, torch.float32)
+        overlap = linear.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
+    v.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
+    v.VSums(rule).add(V)
+    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, torch.float32)
     assert "_elementwise_kernel" in compiled
 
 
@@ -183,7 +186,7 @@ def test_rms_norm_compiles_and_fits(compiled, dtype):
     flavour = rms_norm.Flavour(1e-6, 0.0, True)
     y, scale = rms_norm.forward(x, weight, flavour)
     _, sums, of_samples = rms_norm.backward(x, y, weight, scale, flavour, sequences, samples)
-    kernels.elementwise_gradient(of_samples, sequences, None, ledger, 0, dtype, sums)
+    elementwise.elementwise_gradient(of_samples, sequences, None, ledger, 0, dtype, sums)
     assert set(compiled) == {"_forward_kernel", "_backward_kernel", "_elementwise_kernel"}
 
 
@@ -191,9 +194,9 @@ def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel"}
-    there = {name for module in (kernels, rms_norm) for name in vars(module) if name.endswith("_kernel")}
+    there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried
 
 
 def test_on_a_cpu_the_kernels_are_left_alone():
-    assert not kernels.usable(torch.ones(2, 2), 2, 2, RULES["fisher"])
+    assert not usable(torch.ones(2, 2), 2, 2, RULES["fisher"])

@@ -2,7 +2,7 @@
 A fused RMSNorm, `y = (w + offset) * x / sqrt(mean(x^2) + eps)`, which sums its weight's gradient sequence by sequence.
 
 Model code writes an RMSNorm as eight small operations, whose backward takes twice as many. Here each way is one
-kernel, and the backward leaves what [`~geometry.kernels.elementwise_gradient`] goes on from.
+kernel, and the backward leaves what [`~kernels.elementwise.elementwise_gradient`] goes on from.
 """
 
 # `tl.constexpr` in signatures exists only with Triton
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_triton_available
 
-from .kernels import Plan, _jit, _power, _scratch, _types, launch
-from .sequences import Samples, Sequences
+from ..geometry.sequences import Samples, Sequences
+from .launch import Plan, jit, launch, power_of_two, scratch, types_of
 
 
 if is_triton_available():
@@ -52,7 +52,7 @@ class Flavour(NamedTuple):
         return torch.promote_types(x, weight) if self.early else x
 
 
-@_jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x,
     weight,
@@ -82,7 +82,7 @@ def _forward_kernel(
     tl.store(scale + row, factor, mask=row < rows)
 
 
-@_jit(do_not_specialize=["T", "share", "stride_b", "stride_t", "stride_h"])
+@jit(do_not_specialize=["T", "share", "stride_b", "stride_t", "stride_h"])
 def _backward_kernel(
     x,
     g,
@@ -156,9 +156,9 @@ def _epsilon(eps: float, like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _forward_plan(rows: int, D: int, flavour: Flavour, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Plan:
-    BD = max(16, _power(D))
+    BD = max(16, power_of_two(D))
     BR = max(1, _ELEMENTS // BD)
-    constants = (D, flavour.offset, flavour.early, _types(dtypes[0])[0], BR, BD)
+    constants = (D, flavour.offset, flavour.early, types_of(dtypes[0])[0], BR, BD)
     return Plan((-(-rows // BR), 1, 1), constants)
 
 
@@ -169,7 +169,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, flavour: Flavour) -> tuple[to
     D = x.shape[-1]
     rows = x.numel() // D
     y = torch.empty(x.shape, device=x.device, dtype=flavour.output_dtype(x.dtype, weight.dtype))
-    scale = _scratch(x, rows)
+    scale = scratch(x, rows)
     plan = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
     launch(_forward_kernel, plan, (x, weight, _epsilon(flavour.eps, x), y, scale), (rows,))
     return y, scale
@@ -187,10 +187,10 @@ def _backward_plan(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> tuple[Plan, int]:
-    BD = max(16, _power(D))
+    BD = max(16, power_of_two(D))
     BT = max(1, _ELEMENTS // BD)
     share = -(-T // max(1, min(-(-T // BT), 512 // m)))
-    constants = (H, D, flavour.offset, flavour.early, samples, aligned, _types(dtypes[0])[0], BT, BD)
+    constants = (H, D, flavour.offset, flavour.early, samples, aligned, types_of(dtypes[0])[0], BT, BD)
     return Plan((-(-T // share), m, 1), constants), share
 
 
@@ -221,10 +221,10 @@ def backward(
     dtypes = (x.dtype, g.dtype, weight.dtype)
     plan, share = _backward_plan(m, T, H, D, flavour, samples is not None, aligned, dtypes, x.device)
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    sums = _scratch(x, m, plan.grid[0], D)
+    sums = scratch(x, m, plan.grid[0], D)
     of_samples, slots = sums[0], weight  # not looked at
     if samples is not None:
-        of_samples, slots = _scratch(x, samples.rows.shape[0], D), samples.slots(sequences.rows)
+        of_samples, slots = scratch(x, samples.rows.shape[0], D), samples.slots(sequences.rows)
     tensors = (x, g, weight, scale, slots, dx, sums, of_samples)
     launch(_backward_kernel, plan, tensors, (T, share, *strides))
     return dx, sums, of_samples

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from isopo_trl.geometry import kernels
-from isopo_trl.geometry.coefficients import Coefficients, Ledger, Rule, coefficients
-from isopo_trl.geometry.running import EXPECTATIONS, RunningStatistics
 from isopo_trl.geometry.sequences import Samples, Sequences, draw_samples
+from isopo_trl.kernels.coefficients import KernelLedger
+from isopo_trl.kernels.launch import ENABLED, INTERPRET
+from isopo_trl.rules import Coefficients, make_rule
+from isopo_trl.rules.running import EXPECTATIONS, RunningStatistics
 
 
 needs_kernels = pytest.mark.skipif(
-    not (kernels.ENABLED and (kernels.INTERPRET or torch.cuda.is_available())),
+    not (ENABLED and (INTERPRET or torch.cuda.is_available())),
     reason="Triton's kernels need a CUDA device, or TRITON_INTERPRET=1",
 )
 
-DEVICE = torch.device("cpu" if kernels.INTERPRET else "cuda")
-DTYPES = [torch.float64, torch.float32] if kernels.INTERPRET else [torch.float32, torch.bfloat16, torch.float16]
+DEVICE = torch.device("cpu" if INTERPRET else "cuda")
+DTYPES = [torch.float64, torch.float32] if INTERPRET else [torch.float32, torch.bfloat16, torch.float16]
 EXACT = DTYPES[0]
 # Of statistics, which are accumulated in float32 or better, and of gradients in the type itself
 STATISTIC = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
@@ -34,7 +35,7 @@ LAYERS = 3
 KNOWN, UNKNOWN = 2, 1  # layers with a history, and without one
 HISTORY = (3.0, 40.0, 0.05, 0.7, 1.9)  # in the order of EXPECTATIONS
 
-FISHER, FIG4, EUCLIDEAN, INTERACTING = Rule("fisher"), Rule("fig4"), Rule("euclidean"), Rule("interacting")
+FISHER, FIG4, EUCLIDEAN, INTERACTING = map(make_rule, ("fisher", "fig4", "euclidean", "interacting"))
 
 
 def poison_memory(monkeypatch):
@@ -105,19 +106,19 @@ class Run:
     """What one call of the kernels has to agree on with plain PyTorch."""
 
     running: RunningStatistics
-    ledger: Ledger
+    ledger: KernelLedger
     index: int
     loss_scale: float
 
     @classmethod
     def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0):
         running = running_with_history(rule)
-        return cls(running, running.open(given.advantages, loss_scale), index, loss_scale)
+        return cls(running, KernelLedger(running.open(given.advantages, loss_scale)), index, loss_scale)
 
     def plain(self, statistics):
         history = self.running.expectations(self.index)
         assert (history is None) == (self.index == UNKNOWN)
-        return coefficients(statistics, self.ledger.advantages, self.running.rule, history, self.loss_scale)
+        return self.running.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
 
     def check(self, statistics, tolerance):
         """The layer's row of the table is what plain PyTorch makes of `statistics`; nothing else has changed."""
@@ -159,6 +160,6 @@ def named(rule):
 
 def filled_ledger(m, layers=LAYERS):
     """A ledger with different coefficients in every layer."""
-    ledger = RunningStatistics(layers, 0.9, FISHER, DEVICE).open(torch.ones(m, device=DEVICE))
+    ledger = KernelLedger(RunningStatistics(layers, 0.9, FISHER, DEVICE).open(torch.ones(m, device=DEVICE)))
     ledger.table[:] = torch.randn(ledger.table.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return ledger

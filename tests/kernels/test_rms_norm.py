@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from isopo_trl.geometry import kernels, rms_norm
-from isopo_trl.geometry.rms_norm import Flavour
 from isopo_trl.geometry.statistics import elementwise_statistics
-from tests import fused
-from tests.fused import (
+from isopo_trl.kernels import rms_norm
+from isopo_trl.kernels.elementwise import elementwise_gradient
+from isopo_trl.kernels.launch import Plan
+from isopo_trl.kernels.rms_norm import Flavour
+from tests.kernels import batches
+from tests.kernels.batches import (
     DEVICE,
     DTYPES,
     EUCLIDEAN,
@@ -24,7 +26,7 @@ from tests.fused import (
 )
 
 
-pytestmark = fused.needs_kernels
+pytestmark = batches.needs_kernels
 
 FLAVOURS = {
     "llama": Flavour(eps=1e-6, offset=0.0, early=True),
@@ -35,7 +37,7 @@ FLAVOURS = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    fused.poison_memory(monkeypatch)
+    batches.poison_memory(monkeypatch)
 
 
 def example(m, T, d, heads=None, dtype=EXACT, weight_dtype=None):
@@ -95,7 +97,7 @@ def test_a_program_that_has_a_whole_sequence_sums_all_of_its_positions(monkeypat
     made = rms_norm._backward_plan
 
     def whole(m, T, *rest):
-        return kernels.Plan((1, m, 1), made(m, T, *rest)[0].constants), T
+        return Plan((1, m, 1), made(m, T, *rest)[0].constants), T
 
     monkeypatch.setattr(rms_norm, "_backward_plan", whole)
     flavour = FLAVOURS["gemma"]
@@ -152,7 +154,7 @@ def test_the_cotangent_may_lie_in_memory_in_any_way(layout):
     assert torch.equal(of_turned[2][there], of_plain[2][there])
 
 
-@pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING, fused.FISHER, fused.Rule("none")], ids=named)
+@pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING, batches.FISHER, batches.make_rule("none")], ids=named)
 @pytest.mark.parametrize(("m", "T", "d", "heads"), [(3, 7, 5, None), (2, 130, 130, None), (17, 3, 16, 2)])
 def test_the_gradient_of_the_weight_is_that_of_an_elementwise_parameter(m, T, d, heads, rule):
     flavour = FLAVOURS["llama"]
@@ -162,10 +164,10 @@ def test_the_gradient_of_the_weight_is_that_of_an_elementwise_parameter(m, T, d,
     _, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, samples)
     run = Run.of(given, rule, UNKNOWN)
     arguments = (given.sequences, samples, run.ledger, run.index, EXACT)
-    result = kernels.elementwise_gradient(of_samples, *arguments, sums)
+    result = elementwise_gradient(of_samples, *arguments, sums)
     _, v = by_position(x, g, weight, flavour)
     statistics, V = elementwise_statistics(v, given.sequences, given.samples, rule.needs)
     expected = run.check(statistics, STATISTIC[EXACT])
     close(result, expected.c @ V, GRADIENT[EXACT])
-    again = kernels.elementwise_gradient(of_samples, *arguments, sums)
+    again = elementwise_gradient(of_samples, *arguments, sums)
     assert torch.equal(again, result) and not run.ledger.counter.any()

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .coefficients import Expectations, Ledger, Rule, alive_sequences, ratio
-from .statistics import scalar_dtype
+from ..geometry.guarded import alive_sequences, ratio
+from ..geometry.statistics import scalar_dtype
+from .ledger import HISTORY, Ledger, expectations_of
+from .rule import Expectations, Rule
 
 
 # What a rule may refer to, in the order in which it is stored; x is F, or N for a rule without F
@@ -14,11 +16,12 @@ EXPECTATIONS = ("fisher^2", "norm^2", "relative^2", "fx", "x")
 # Sums over sequences that are only reported
 _REPORTED = ("fisher", "norm", "relative", "|c|", "c^2", "multiplier", "has multiplier")
 _COUNT = len(EXPECTATIONS)
+_KNOWN = HISTORY.index("known")
 
 
 class RunningStatistics:
     """
-    Exponential means, over optimizer steps, of a step's mean over its sequences; one row a layer.
+    Exponential means, over optimizer steps, of a step's mean over its sequences; one row per layer.
 
     A step's mean is over the sequences, of all microbatches and ranks, that have a gradient at the layer; a layer
     where none has (LoRA's A while B is zero) keeps its history. Everything stays on the device until `step`, which
@@ -36,7 +39,6 @@ class RunningStatistics:
         self.rule = rule
         self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
         self.known = [False] * layers
-        self._settings: dict[float, torch.Tensor] = {}
         self._refresh()
         self._start_step()
 
@@ -47,19 +49,12 @@ class RunningStatistics:
 
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
         """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
-        if loss_scale not in self._settings:
-            rule = self.rule
-            settings = (*rule.exponents, rule.lambda_, 1 / loss_scale, loss_scale**rule.degree)
-            self._settings[loss_scale] = self.mean.new_tensor(settings)
         advantages = advantages.to(self.mean.dtype, copy=True).contiguous()
-        return Ledger(self.rule, advantages, self.history, self._settings[loss_scale])
+        return Ledger(self.rule, advantages, self.history, loss_scale)
 
     def expectations(self, layer: int) -> Expectations | None:
         """The running means that `layer`'s rule refers to; `None` if it has no history."""
-        if not self.known[layer]:
-            return None
-        row = self.history[layer]
-        return Expectations(row[:3], row[3], row[4])
+        return expectations_of(self.history[layer]) if self.known[layer] else None
 
     def add(self, ledger: Ledger, reached: list[bool]) -> None:
         """Take in one microbatch: the coefficients of the layers that were `reached`."""
@@ -99,7 +94,7 @@ class RunningStatistics:
         sums, broken = totals[:-1].view_as(self._sums), totals[-1]
         count = sums[:, _COUNT]
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
-        decay = self.decay * self.history[:, 5:]  # a first mean has no past
+        decay = self.decay * self.history[:, _KNOWN:]  # a first mean has no past
         updated = decay * self.mean + (1 - decay) * step_mean
         self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean)
         figures = self._figures(sums, broken)
@@ -134,7 +129,7 @@ class RunningStatistics:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
         known = self.mean.new_tensor(self.known)
         scales = torch.stack([ratio(x, fx), ratio(fx, x), known], dim=1)
-        self.history = torch.cat([self.mean[:, :3], scales], dim=1)
+        self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
 
     def state_dict(self) -> dict[str, Any]:
         return {"mean": self.mean.cpu(), "known": self.known}
