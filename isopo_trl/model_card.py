@@ -83,7 +83,7 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
     rows = {
         "rule": rule.name,
         **{name: value for name, value in rule.settings.items() if name != "name"},
-        **getattr(weighting, "settings", {}),
+        **{name: getattr(args, name) for name in getattr(weighting, "settings", ())},
         **{name: getattr(args, name) for name in _SETTINGS},
         **_changed(args),
     }
