@@ -9,8 +9,11 @@ import torch
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down.
+    # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down. So do the
+    # processes that they start.
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # where one asks for more, they wait without work
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

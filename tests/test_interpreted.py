@@ -60,7 +60,7 @@ def run_interpreted(*tests):
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "--color=no"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     tail = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{tail}"
     return done.stdout
@@ -73,12 +73,8 @@ def passed(output):
     return int(last.split(" passed")[0].split()[-1])
 
 
-@pytest.mark.parametrize("path", KERNELS)
-def test_the_interpreted_kernels_agree_with_plain_pytorch(path):
-    assert passed(run_interpreted(path)) > 40
-
-
-def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
+def test_interpreted_kernels_agree_with_plain_pytorch_and_give_a_model_its_gradient():
+    """One process for all: it takes seconds to begin."""
     files = {"test_oracle": ORACLE, "test_unscaled": UNSCALED, "token_weights/test_gradients": TOKEN_WEIGHTS}
     nodes = [
         f"tests/{file}.py::{test}[{case}]"
@@ -86,4 +82,4 @@ def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
         for test, cases in tests.items()
         for case in cases
     ]
-    assert passed(run_interpreted(*nodes)) == len(nodes)
+    assert passed(run_interpreted(*KERNELS, *nodes)) > 40 * len(KERNELS) + len(nodes)
