@@ -30,7 +30,8 @@ PACKED = torch.tensor([[0, 0, 1, 1], [2, 2, 2, -1], [3, 1, 1, 3]])
 def float64_throughout(monkeypatch):
     """Norms go to float32 inside, whatever they are given; here they cannot."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch, "float32", torch.float64)
+    for name in ("float", "float32"):  # both names are in use
+        monkeypatch.setattr(torch, name, torch.float64)
 
 
 class Holder(nn.Module):

@@ -51,7 +51,8 @@ def float64_throughout(monkeypatch):
     """Norms go to float32 inside, whatever they are given; here they cannot."""
     if EXACT == torch.float64:
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        monkeypatch.setattr(torch, "float32", torch.float64)
+        for name in ("float", "float32"):  # both names are in use
+            monkeypatch.setattr(torch, name, torch.float64)
 
 
 @pytest.fixture
