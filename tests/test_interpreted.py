@@ -63,6 +63,10 @@ TOKEN_WEIGHTS = {
     "test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"],
     "test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"],
 }
+OWN_RULE = {  # which the kernels do not know
+    "test_gradient_is_the_definition_on_the_first_step_and_with_a_history": ["full-relative", "lora-paper"],
+    "test_the_trainer_takes_it_by_its_name": ["full-capped_fisher-paper"],
+}
 
 
 def run_interpreted(*tests):
@@ -90,11 +94,12 @@ def test_the_interpreted_kernels_agree_with_plain_pytorch():
 
 
 def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
-    files = {"test_oracle": ORACLE, "test_token_weights_oracle": TOKEN_WEIGHTS}
+    files = {"test_oracle": ORACLE, "test_token_weights_oracle": TOKEN_WEIGHTS, "rules/test_own_rule": OWN_RULE}
     nodes = [
         f"tests/{file}.py::{test}[{case}]"
         for file, tests in files.items()
         for test, cases in tests.items()
         for case in cases
     ]
+    nodes.append("tests/rules/test_own_rule.py::test_the_kernels_leave_it_to_pytorch")
     assert passed(run_interpreted(*nodes)) == len(nodes)
