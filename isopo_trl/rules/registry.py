@@ -77,8 +77,9 @@ def make_rule(rule: str | Rule, **settings: Any) -> Rule:
     takes = rule_settings(rule)
     for name, value in settings.items():
         if name not in takes and value is not False:
+            remedy = f"set {name}=False" if value is True else "remove it"
             raise ValueError(
-                f"{name}={value} has no meaning for rule={rule!r}, whose settings are {', '.join(takes)}: remove it, "
+                f"{name}={value} has no meaning for rule={rule!r}, whose settings are {', '.join(takes)}: {remedy}, "
                 "or choose another rule."
             )
     return _registered(rule)(name=rule, **{name: x for name, x in settings.items() if name in takes})
