@@ -1,0 +1,208 @@
+"""Several runs of `learning.py` side by side on one machine, each in a process of its own, until a deadline."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learning_matrix import Matrix, Run, read_results
+
+
+# Lines by which a worker says how far it is
+READY, ENDING = "@ready", "@ending"
+POLL = 0.5
+
+
+@dataclass
+class Worker:
+    run: Run
+    process: subprocess.Popen
+    log: Path
+    started: float
+    attempt: int
+    read: int = 0
+    marks: set[str] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Read what was written to the log since the last look."""
+        with open(self.log, errors="replace") as file:
+            file.seek(self.read)
+            lines = file.readlines()
+            if lines and not lines[-1].endswith("\n"):
+                lines.pop()
+        self.read += sum(len(line.encode(errors="replace")) for line in lines)
+        self.marks |= {line.strip() for line in lines if line.startswith("@")}
+
+    @property
+    def ready(self) -> bool:
+        return READY in self.marks
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+class Schedule:
+    """
+    Takes the next unfinished runs of a matrix until all are made or the deadline comes.
+
+    Starts are apart: the first run is left alone until it is ready (it fills the caches that the others read), then
+    there are `stagger` seconds between two. A second attempt lets vLLM measure the memory that is free, which works
+    only while the others keep theirs: it is started when nobody else is starting or ending, and nobody starts beside.
+
+    Args:
+        matrix: the runs.
+        results: folder of the finished ones; a worker leaves `<name>.json` there.
+        command: from a run and the number of the attempt, the worker's command line.
+        deadline: time (of `time.time`) at which everything must have ended.
+        parallel: number of runs at a time.
+        stagger: seconds between two starts.
+        logs: folder of the workers' logs.
+        groups: names of the groups to take, all if None.
+        environment: added to the workers' environment.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        results: Path,
+        command: Callable[[Run, int], list[str]],
+        deadline: float,
+        parallel: int,
+        stagger: float,
+        logs: Path,
+        groups: list[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        self.matrix, self.results, self.command = matrix, results, command
+        self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
+        self.logs, self.groups, self.environment = logs, groups, environment or {}
+        self.running: list[Worker] = []
+        self.failures: dict[str, int] = {}
+        self.pace = 1.0  # seconds taken over seconds expected, the slowest run so far
+        self.last_start = float("-inf")
+        self.warm = False  # some run has been ready
+
+    def go(self) -> dict[str, list[str]]:
+        """Work until nothing is left or the deadline; the names of runs made, failed and discarded."""
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        made: list[str] = []
+        discarded: list[str] = []
+        try:
+            while time.time() < self.deadline:
+                made += self._reap()
+                run = self._next()
+                if run is None and not self.running:
+                    break
+                if run is not None and self._may_start(run):
+                    self._start(run)
+                time.sleep(min(POLL, max(0.0, self.deadline - time.time())))
+            made += self._reap()
+        finally:
+            for worker in self.running:
+                worker.kill()
+                self._tidy(worker.run)
+                discarded.append(worker.run.name)
+                self._say(f"discarded {worker.run.name}: not finished at the deadline")
+            self.running = []
+        failed = [name for name, count in self.failures.items() if count > 1]
+        return {"made": made, "failed": failed, "discarded": discarded}
+
+    def _next(self) -> Run | None:
+        """The next run that is neither made nor under way nor given up, and that can end before the deadline."""
+        taken = {worker.run.name for worker in self.running}
+        for run in self.matrix.runs(read_results(self.results), self.groups):
+            if not isinstance(run, Run) or run.name in taken or self.failures.get(run.name, 0) > 1:
+                continue
+            if (self.results / f"{run.name}.json").exists():
+                continue
+            if time.time() + self.pace * self.matrix.expected_seconds(run) < self.deadline:
+                return run
+        return None
+
+    def _may_start(self, run: Run) -> bool:
+        if len(self.running) >= self.parallel:
+            return False
+        starting = [worker for worker in self.running if not worker.ready]
+        if self.failures.get(run.name):
+            return not starting and not any(ENDING in worker.marks for worker in self.running)
+        if any(worker.attempt > 1 for worker in starting) or (starting and not self.warm):
+            return False
+        return time.time() - self.last_start >= self.stagger
+
+    def _start(self, run: Run) -> None:
+        attempt = self.failures.get(run.name, 0) + 1
+        log = self.logs / f"{run.name}.{attempt}.log"
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                self.command(run, attempt),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
+            )
+        self.last_start = time.time()
+        self.running.append(Worker(run, process, log, self.last_start, attempt))
+        self._say(f"started {run.name}" + (" again" if attempt > 1 else ""))
+
+    def _reap(self) -> list[str]:
+        made = []
+        for worker in list(self.running):
+            ended = worker.process.poll() is not None  # before the look, so that nothing is missed
+            worker.look()
+            self.warm = self.warm or worker.ready
+            if not ended:
+                continue
+            self.running.remove(worker)
+            seconds = time.time() - worker.started
+            if worker.process.returncode == 0 and (self.results / f"{worker.run.name}.json").exists():
+                made.append(worker.run.name)
+                self.pace = max(self.pace, seconds / self.matrix.expected_seconds(worker.run))
+                self._say(f"made {worker.run.name} in {seconds:.0f} s")
+            else:
+                self._tidy(worker.run)
+                self.failures[worker.run.name] = worker.attempt
+                self._say(f"failed {worker.run.name} (exit {worker.process.returncode}), log {worker.log}:")
+                print("    " + "    ".join(worker.log.read_text(errors="replace").splitlines(True)[-15:]), flush=True)
+        return made
+
+    def _tidy(self, run: Run) -> None:
+        (self.results / f"{run.name}.json.part").unlink(missing_ok=True)
+
+    def _say(self, text: str) -> None:
+        left = self.deadline - time.time()
+        print(f"[{time.strftime('%H:%M:%S')}, {left:.0f} s left, {len(self.running)} running] {text}", flush=True)
+
+
+def worker_environment(parallel: int) -> dict[str, str]:
+    """What workers need where nothing can be downloaded, and their share of the cores."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel))),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "LEARNING_PARALLEL": str(parallel),
+    }
+
+
+def worker_command(script: str, options: dict[str, Any], run: Run, attempt: int) -> list[str]:
+    """The command line of one run: `learning.py work`."""
+    import json
+
+    arguments = [sys.executable, script, "work", "--name", run.name, "--settings", json.dumps(run.settings)]
+    arguments += ["--attempt", str(attempt)]
+    for name, value in options.items():
+        if value is not None:
+            arguments += [f"--{name}", str(value)]
+    return arguments
