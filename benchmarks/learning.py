@@ -7,13 +7,14 @@ What ISOPO does to learning: runs of a matrix of methods, learning rates and see
     python benchmarks/learning.py report
 
 `run` takes the next unfinished runs of the matrix, several at a time, each in a process of its own, and stops before
-the deadline. A run leaves one JSON file behind, or nothing. Nothing is run twice, and results of different days add up.
-The model is a folder with an instruct model, the data a folder with GSM8K's `train.jsonl` and `test.jsonl`.
+the deadline. A run leaves one JSON file behind, or nothing. Nothing is run twice, and results of different days add
+up. The model is a folder with an instruct model, the data a folder with GSM8K's `train.jsonl` and `test.jsonl`.
 """
 
 import argparse
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--data", help="folder with train.jsonl and test.jsonl")
         command.add_argument("--parallel", type=int, default=5, help="runs at a time")
         command.add_argument("--stagger", type=float, default=8.0, help="seconds between two starts")
+        command.add_argument("--memory", type=float, default=20.0, help="GiB of the GPU that a run may come to take")
         command.add_argument("--logs", type=Path, help="folder of the workers' logs (default: outputs/learning)")
         command.add_argument("--commit", help="what is recorded as the commit, where there is no repository")
         end = command.add_mutually_exclusive_group(required=True)
@@ -103,9 +105,11 @@ def run(options: argparse.Namespace) -> int:
         options.parallel,
         options.stagger,
         options.logs or Path("outputs") / "learning",
+        options.memory,
         options.group,
         {**worker_environment(options.parallel), "LEARNING_COMMIT": commit(options.commit)},
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended as well
     print({name: len(names) for name, names in schedule.go().items()})
     return 0
 
@@ -125,8 +129,9 @@ def status(options: argparse.Namespace) -> int:
         else:
             given = ", ".join(f"{key} {value}" for key, value in item.given.items() if key != "learning_rate")
             print(f"  {item.method}, {given}: waits for the rates of {item.rates_of}")
-    runs = [item for item in matrix.runs(results, options.group) if isinstance(item, Run)]
-    print(f"\n{sum(run.name in results for run in runs)} of {len(matrix.entries)} made.")
+    runs = list(matrix.runs(results, options.group))
+    made = sum(isinstance(item, Run) and item.name in results for item in runs)
+    print(f"\n{made} of {len(runs)} made.")
     return 0
 
 

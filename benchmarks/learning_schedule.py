@@ -1,5 +1,6 @@
 """Several runs of `learning.py` side by side on one machine, each in a process of its own, until a deadline."""
 
+import json
 import os
 import signal
 import subprocess
@@ -66,6 +67,8 @@ class Schedule:
         parallel: number of runs at a time.
         stagger: seconds between two starts.
         logs: folder of the workers' logs.
+        memory: GiB of the GPU that a run may come to take; none is started unless they are free, and as much again
+            for each that is still growing.
         groups: names of the groups to take, all if None.
         environment: added to the workers' environment.
     """
@@ -79,12 +82,13 @@ class Schedule:
         parallel: int,
         stagger: float,
         logs: Path,
+        memory: float = 0.0,
         groups: list[str] | None = None,
         environment: dict[str, str] | None = None,
     ):
         self.matrix, self.results, self.command = matrix, results, command
         self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
-        self.logs, self.groups, self.environment = logs, groups, environment or {}
+        self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
         self.running: list[Worker] = []
         self.failures: dict[str, int] = {}
         self.pace = 1.0  # seconds taken over seconds expected, the slowest run so far
@@ -100,10 +104,11 @@ class Schedule:
         try:
             while time.time() < self.deadline:
                 made += self._reap()
-                run = self._next()
-                if run is None and not self.running:
+                candidates = self._candidates() if self._has_room() else []
+                if not candidates and not self.running:
                     break
-                if run is not None and self._may_start(run):
+                run = next(filter(self._may_start, candidates), None)
+                if run is not None and self._has_memory():
                     self._start(run)
                 time.sleep(min(POLL, max(0.0, self.deadline - time.time())))
             made += self._reap()
@@ -117,21 +122,27 @@ class Schedule:
         failed = [name for name, count in self.failures.items() if count > 1]
         return {"made": made, "failed": failed, "discarded": discarded}
 
-    def _next(self) -> Run | None:
-        """The next run that is neither made nor under way nor given up, and that can end before the deadline."""
-        taken = {worker.run.name for worker in self.running}
-        for run in self.matrix.runs(read_results(self.results), self.groups):
-            if not isinstance(run, Run) or run.name in taken or self.failures.get(run.name, 0) > 1:
-                continue
-            if (self.results / f"{run.name}.json").exists():
-                continue
-            if time.time() + self.pace * self.matrix.expected_seconds(run) < self.deadline:
-                return run
-        return None
+    def _candidates(self) -> list[Run]:
+        """Runs, in order, that are neither made nor under way nor given up, and that can end before the deadline."""
+        results = read_results(self.results)
+        taken = {worker.run.name for worker in self.running} | set(results)
+        return [
+            run
+            for run in self.matrix.runs(results, self.groups)
+            if isinstance(run, Run)
+            and run.name not in taken
+            and self.failures.get(run.name, 0) < 2
+            and time.time() + self.pace * self.matrix.expected_seconds(run) < self.deadline
+        ]
+
+    def _has_room(self) -> bool:
+        return sum(worker.run.settings["steps"] > 0 for worker in self.running) < self.parallel
+
+    def _has_memory(self) -> bool:
+        growing = sum(not worker.ready for worker in self.running)
+        return free_gib() >= self.memory * (1 + growing)
 
     def _may_start(self, run: Run) -> bool:
-        if len(self.running) >= self.parallel:
-            return False
         starting = [worker for worker in self.running if not worker.ready]
         if self.failures.get(run.name):
             return not starting and not any(ENDING in worker.marks for worker in self.running)
@@ -167,7 +178,8 @@ class Schedule:
             seconds = time.time() - worker.started
             if worker.process.returncode == 0 and (self.results / f"{worker.run.name}.json").exists():
                 made.append(worker.run.name)
-                self.pace = max(self.pace, seconds / self.matrix.expected_seconds(worker.run))
+                if worker.run.settings["steps"]:  # one without says little about the others
+                    self.pace = max(self.pace, seconds / self.matrix.expected_seconds(worker.run))
                 self._say(f"made {worker.run.name} in {seconds:.0f} s")
             else:
                 self._tidy(worker.run)
@@ -184,6 +196,16 @@ class Schedule:
         print(f"[{time.strftime('%H:%M:%S')}, {left:.0f} s left, {len(self.running)} running] {text}", flush=True)
 
 
+def free_gib() -> float:
+    """Memory of the GPU that is free; infinite where there is no GPU."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return float(output.split()[0]) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return float("inf")
+
+
 def worker_environment(parallel: int) -> dict[str, str]:
     """What workers need where nothing can be downloaded, and their share of the cores."""
     return {
@@ -198,8 +220,6 @@ def worker_environment(parallel: int) -> dict[str, str]:
 
 def worker_command(script: str, options: dict[str, Any], run: Run, attempt: int) -> list[str]:
     """The command line of one run: `learning.py work`."""
-    import json
-
     arguments = [sys.executable, script, "work", "--name", run.name, "--settings", json.dumps(run.settings)]
     arguments += ["--attempt", str(attempt)]
     for name, value in options.items():

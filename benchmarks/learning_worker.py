@@ -21,7 +21,7 @@ import trl.trainer.grpo_trainer as grpo_module
 from learning_optimizers import muon_and_adamw
 from learning_schedule import ENDING, READY
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
@@ -237,8 +237,11 @@ def work(
             kl_prompts=settings["kl_prompts"] if settings["steps"] else 0,
         )
         clock = Clock(validation)
+        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(clock)
         trainer.add_callback(validation)
+        # vLLM seeds every run alike, and methods may have drawn different numbers so far
+        set_seed(settings.get("seed", 0))
         started = time.perf_counter() - begin
         if settings["steps"]:
             trainer.train()
@@ -250,7 +253,7 @@ def work(
     result = {
         "name": name,
         "settings": settings,
-        "model": Path(str(model)).name if settings["task"] == "sums" else os.environ.get("LEARNING_MODEL", str(model)),
+        "model": fingerprint(str(model)),
         "validations": [
             rounded({key.removeprefix("validation/"): value for key, value in entry.items()})
             for entry in validation.history
@@ -307,7 +310,7 @@ def build(settings: dict[str, Any], model: str, train, folder: str) -> Any:
 
 
 def test_figures(final: Validation, tests) -> dict[str, Any]:
-    """Accuracy on the test problems, and which were right: a bit per problem, the first one highest, in hexadecimal."""
+    """Accuracy on the test problems, and which were right: a bit per problem, in hexadecimal, the first one first."""
     (texts,) = final.completions.values()
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     rewards = gsm8k_reward(completions=completions, answer=tests["answer"])
@@ -337,6 +340,15 @@ def significant(value: Any, digits: int = 5) -> float | None:
 
 def rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: significant(value) if isinstance(value, float) else value for name, value in figures.items()}
+
+
+def fingerprint(model: str) -> str:
+    """Hash of the beginning of the model's weights, by which results of different days are known to start alike."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(model).glob("*.safetensors")):
+        with open(path, "rb") as file:
+            digest.update(file.read(2**26))
+    return digest.hexdigest()[:12]
 
 
 def environment() -> dict[str, Any]:
