@@ -18,7 +18,7 @@ import time
 import torch
 from setting import DEVICE, environment, synchronize
 
-from isopo_trl.objectives import filtered, kalman_gains, token_gains
+from isopo_trl.token_weights.kpo import filtered, kalman_gains, token_gains
 
 
 AGREEMENT = (198, 4096)

@@ -33,11 +33,13 @@ from typing import Any, NamedTuple
 import torch
 from setting import DEVICE, environment
 
-from isopo_trl.geometry import cost, kernels, rms_norm
-from isopo_trl.geometry.coefficients import Ledger, Rule, coefficients
-from isopo_trl.geometry.running import RunningStatistics
+from isopo_trl.geometry import cost
 from isopo_trl.geometry.sequences import Sequences, draw_samples
 from isopo_trl.geometry.statistics import Statistics, VStatistics, elementwise_statistics, linear_statistics
+from isopo_trl.kernels import elementwise, linear, rms_norm, v
+from isopo_trl.kernels.coefficients import KernelLedger
+from isopo_trl.rules import Rule, make_rule
+from isopo_trl.rules.running import RunningStatistics
 
 
 FLAVOUR = rms_norm.Flavour(eps=1e-6, offset=0.0, early=True)  # Qwen3's RMSNorm
@@ -196,14 +198,14 @@ class Batch:
         self.samples = draw_samples(torch.ones(m * T, device=DEVICE), samples, seed=0)
         self.c = torch.rand(m, device=DEVICE, dtype=torch.float64) + 0.5
 
-    def ledger(self, rule: Rule) -> Ledger:
+    def ledger(self, rule: Rule) -> KernelLedger:
         """A ledger of one layer, in which there are coefficients already."""
         ledger = RunningStatistics(1, 0.9, rule, torch.device(DEVICE)).open(self.c)
         ledger.table[0, 0] = self.c
-        return ledger
+        return KernelLedger(ledger)
 
     def coefficients(self, values: Statistics, rule: Rule) -> torch.Tensor:
-        return coefficients(values, self.c, rule, None).c
+        return rule.coefficients(values, self.c, None).c
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return self.sequences.scaled(x, self.c.to(x.dtype))
@@ -267,11 +269,11 @@ def linear_kernels(m: int, T: int, p: int, d: int) -> Iterator[Kernel]:
     yield overlap_kernel(shape, batch, both)
     del both
     narrow = copies(lambda: (random(m * T, min(p, d)),))
-    fisher = batch.ledger(Rule("fisher"))
+    fisher = batch.ledger(make_rule("fisher"))
     yield Kernel(
         "scaled",
         shape,
-        lambda x: kernels.scaled(x, batch.sequences, fisher, 0),
+        lambda x: linear.scaled(x, batch.sequences, fisher, 0),
         narrow,
         narrow[0][0].numel(),
         plain=batch.scaled,
@@ -281,7 +283,7 @@ def linear_kernels(m: int, T: int, p: int, d: int) -> Iterator[Kernel]:
 
 
 def overlap_kernel(shape: str, batch: Batch, both: list[tuple]) -> Kernel:
-    rule, sequences, samples = Rule("fisher"), batch.sequences, batch.samples
+    rule, sequences, samples = make_rule("fisher"), batch.sequences, batch.samples
     ledger = batch.ledger(rule)
     g, a = both[0]
 
@@ -292,7 +294,7 @@ def overlap_kernel(shape: str, batch: Batch, both: list[tuple]) -> Kernel:
     return Kernel(
         "overlap_coefficients",
         shape,
-        lambda g, a: kernels.overlap_coefficients(g, a, False, sequences, samples, ledger, 0),
+        lambda g, a: linear.overlap_coefficients(g, a, False, sequences, samples, ledger, 0),
         both,
         2 * SAMPLES * (g.numel() + a.numel()),
         "bfloat16",
@@ -307,16 +309,16 @@ def gradient_kernels(shape: str, batch: Batch, p: int, d: int) -> Iterator[Kerne
     shape = shape if rows == p else f"{shape} ({rows})"
     V = copies(lambda: (random(m, rows, d, dtype=torch.float32),))
     size = m * rows * d
-    fig4, interacting = Rule("fig4"), Rule("interacting")
+    fig4, interacting = make_rule("fig4"), make_rule("interacting")
     ledgers = {rule: batch.ledger(rule) for rule in (fig4, interacting)}
     # The size of the layer that overlaps are from makes no difference here
     x = random(batch.sequences.rows, 16)
     layer = (x, x, False, batch.sequences, batch.samples)
-    overlap = kernels.overlap_coefficients(*layer, ledgers[fig4], 0, finish=False)
+    overlap = linear.overlap_coefficients(*layer, ledgers[fig4], 0, finish=False)
     of_rows, _ = linear_statistics(*layer, cost.Needs(overlap=True), "ghost")
 
     def sums(rule: Rule, **given: Any) -> Callable:
-        return lambda V: kernels.v_coefficients(V, ledgers[rule], 0, **given)
+        return lambda V: v.v_coefficients(V, ledgers[rule], 0, **given)
 
     def plain(rule: Rule, V: torch.Tensor) -> torch.Tensor:
         explicit = VStatistics(rule.needs._replace(overlap=False), None)
@@ -335,7 +337,7 @@ def gradient_kernels(shape: str, batch: Batch, p: int, d: int) -> Iterator[Kerne
         yield Kernel(
             "combined",
             shape,
-            lambda V: kernels.combined(V, ledger, 0, torch.bfloat16),
+            lambda V: v.combined(V, ledger, 0, torch.bfloat16),
             V,
             2 * size,
             plain=lambda V: batch.combined(V, torch.bfloat16),
@@ -346,7 +348,7 @@ def norm_kernels(m: int, T: int, heads: int, d: int) -> Iterator[Kernel]:
     """The kernels of an RMSNorm of Qwen3, over features or over those of each head."""
     sizes = (m, T, d) if heads == 1 else (m, T, heads, d)
     shape, elements = str(list(sizes)), math.prod(sizes)
-    batch, rule = Batch(m, T, SAMPLES), Rule("fisher")
+    batch, rule = Batch(m, T, SAMPLES), make_rule("fisher")
     sequences, samples, ledger = batch.sequences, batch.samples, batch.ledger(rule)
     weight = random(d).requires_grad_()
 
@@ -372,7 +374,7 @@ def norm_kernels(m: int, T: int, heads: int, d: int) -> Iterator[Kernel]:
     del leaves, with_outputs
 
     def from_sums(sums: torch.Tensor, of_samples: torch.Tensor) -> torch.Tensor:
-        return kernels.elementwise_gradient(of_samples, sequences, samples, ledger, 0, torch.bfloat16, sums)
+        return elementwise.elementwise_gradient(of_samples, sequences, samples, ledger, 0, torch.bfloat16, sums)
 
     summed = [backward(*given)[1:] for given in both]
     yield Kernel("elementwise_gradient, summed", shape, from_sums, summed, summed[0][0].numel())
@@ -381,7 +383,7 @@ def norm_kernels(m: int, T: int, heads: int, d: int) -> Iterator[Kernel]:
         yield Kernel(
             "elementwise_gradient",
             shape,
-            lambda v: kernels.elementwise_gradient(v, sequences, samples, ledger, 0, torch.bfloat16),
+            lambda v: elementwise.elementwise_gradient(v, sequences, samples, ledger, 0, torch.bfloat16),
             [(x.view(m * T, d),) for (x,) in inputs],
             elements,
             plain=lambda v: plain_elementwise(v, batch, rule),
@@ -493,7 +495,7 @@ def compare_strategies(m: int, T: int, p: int, d: int, n: int) -> Iterator[Compa
     both = copies(lambda: (random(m * T, p, dtype=dtype), random(m * T, d, dtype=dtype)))
     product = measure(weight_gradient, both)
     for rule in ("fisher", "euclidean", "fig4", "interacting"):
-        needs = Rule(rule).needs
+        needs = make_rule(rule).needs
         predicted = cost.relative_costs(m, T, p, d, n, needs, DEVICE)
         times = {
             strategy: measure(functools.partial(gradient_by, strategy, needs, batch), both) / product

@@ -34,8 +34,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.generation import recording
-from isopo_trl.objectives import batch_figures, ratio_sums
+from isopo_trl.generation import noting_logps
+from isopo_trl.token_weights import batch_figures, ratio_sums
 
 
 VOCABULARY = {token: index for index, token in enumerate(["<pad>", "</s>", "+", "=", *"0123456789"])}
@@ -177,7 +177,7 @@ def quantised_rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, lis
         for matrix in (p for p in model.parameters() if p.ndim == 2):
             unit = matrix.abs().amax(1, keepdim=True) / (2 ** (BITS - 1) - 1)
             matrix.copy_((matrix / unit).round() * unit)
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         prompt_ids, completion_ids = sample(model, prompts)
     return {
         "prompt_ids": prompt_ids,
@@ -197,7 +197,7 @@ class Probe(GRPOTrainer):
     def _generate_single_turn(self, *args, **kwargs):
         if getattr(self.args, "token_weights", "none") != "none":  # ISOPOTrainer records them itself
             return super()._generate_single_turn(*args, **kwargs)
-        with recording(self.accelerator.unwrap_model(self.model)) as recorders:
+        with noting_logps(self.accelerator.unwrap_model(self.model)) as recorders:
             completion_ids, _ = super()._generate_single_turn(*args, **kwargs)
         return completion_ids, recorders[0].logps(completion_ids)
 

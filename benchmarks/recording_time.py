@@ -1,7 +1,7 @@
 """
 What it costs to note the sampler's log-probabilities while transformers generates, for token weights.
 
-The same generation with and without [`~isopo_trl.generation.recording`], in turns: medians, and the median of the
+The same generation with and without [`~isopo_trl.generation.noting_logps`], in turns: medians, and the median of the
 ratios of neighbouring rounds.
 
     python benchmarks/recording_time.py                                                   # a small model, for CPUs
@@ -17,12 +17,12 @@ import time
 import torch
 from setting import DEVICE, SHAPES, base_model, environment, synchronize
 
-from isopo_trl.generation import recording
+from isopo_trl.generation import noting_logps
 
 
 def generate(model: torch.nn.Module, prompts: torch.Tensor, length: int, record: bool) -> float:
     """Seconds."""
-    listening = recording(model) if record else contextlib.nullcontext()
+    listening = noting_logps(model) if record else contextlib.nullcontext()
     synchronize()
     start = time.perf_counter()
     with listening as recorders, torch.no_grad():

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from setting import environment
 
-from isopo_trl.rewards import format_reward, gsm8k_reward, math_verify_reward
+from isopo_trl.gsm8k import format_reward, gsm8k_reward, math_verify_reward
 
 
 ENDINGS = {

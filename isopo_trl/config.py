@@ -1,19 +1,19 @@
 """Configuration of the [`ISOPOTrainer`]."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
-from .attach import check_settings
-from .geometry.coefficients import Rule
+from .isopo import check_settings
+from .rules import Rule, make_rule
+from .token_weights import WEIGHTINGS, named, refusals
 
 
 # Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-TOKEN_WEIGHTS = ("none", "sampler", "p3o", "kpo")
-SAMPLER_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Settings of the paper's rules; a rule registered elsewhere takes those of them that it has
+RULE_SETTINGS = ("fisher_power", "norm_power", "relative_power", "regularization", "keep_small", "scale")
 
 
 @dataclass
@@ -76,6 +76,7 @@ class ISOPOConfig(GRPOConfig):
               ignores that, as the code of P3O's authors does (`1 - 1 / r`).
             - `"kpo"`: [KPO](https://huggingface.co/papers/2602.10609). The objective `min(r A, clip(r) A)` with `log
               r` passed through a Kalman filter along the completion.
+            - The name of a weighting that was added with `isopo_trl.token_weights.register`.
 
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction`, else `"none"`.
         epsilon, epsilon_high (`float`, *optional*):
@@ -183,95 +184,39 @@ class ISOPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        weighting = WEIGHTINGS.get(self.token_weights or "none")  # one that is unknown is refused below
+        for name, value in weighting.defaults.items() if weighting is not None else ():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.epsilon is None:
-            self.epsilon = 0.0003 if self.token_weights == "kpo" else _of_grpo("epsilon")
-        if self.epsilon_high is None and self.token_weights == "kpo":
-            self.epsilon_high = 0.0004
+            self.epsilon = _of_grpo("epsilon")
         super().__post_init__()
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
             self.token_weights = "sampler" if corrected else "none"
         self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
-        for unsupported, message in self._refusals():
+        for unsupported, message in (*refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)
 
     def _rule(self) -> Rule:
         """The rule these settings describe; raises where they contradict each other."""
-        return Rule(
-            name=self.rule,
-            fisher_power=self.fisher_power,
-            norm_power=self.norm_power,
-            relative_power=self.relative_power,
-            regularization=self.regularization,
-            keep_small=self.keep_small,
-            scale=self.scale,
-        )
+        defaults = type(self).__dataclass_fields__
+        given = {name: getattr(self, name) for name in RULE_SETTINGS}
+        return make_rule(self.rule, **{name: x for name, x in given.items() if x != defaults[name].default})
 
-    def _given(self, *names: str) -> list[str]:
-        """Those of the settings that are not at their defaults, as `name=value`."""
+    def given(self, *names: str) -> list[str]:
+        """Those among `names` that are settings and not at their defaults, as `name=value`."""
         defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
         defaults["epsilon"] = _of_grpo("epsilon")
-        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != defaults[name]]
+        settings = [name for name in names if name in defaults]
+        return [f"{name}={getattr(self, name)}" for name in settings if getattr(self, name) != defaults[name]]
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        kpo = self.token_weights == "kpo"
-        clipping = self._given("delta") if kpo else self._given("epsilon", "epsilon_high", "delta")
-        schedule = self._given("kpo_initial_variance", "kpo_process_noise")
-        of_kpo = [*self._given("kpo_gain", "kpo_stop_gradient"), *schedule]
-        of_sampler = self._given(*(f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")))
+        taken = named(self.token_weights).defaults
+        clipping = self.given(*(name for name in ("epsilon", "epsilon_high", "delta") if name not in taken))
         return [
-            (
-                self.token_weights not in TOKEN_WEIGHTS,
-                f"token_weights={self.token_weights!r} is unknown: choose one of "
-                f"{', '.join(map(repr, TOKEN_WEIGHTS))}.",
-            ),
-            (
-                bool(of_kpo) and not kpo,
-                f"{', '.join(of_kpo)} is a setting of KPO, but token_weights={self.token_weights!r}: remove it, or "
-                "set token_weights='kpo'.",
-            ),
-            (
-                self.kpo_gain is not None and not 0 < self.kpo_gain <= 1,
-                f"kpo_gain={self.kpo_gain} must lie in (0, 1]: it is the weight of the newest ratio in the average.",
-            ),
-            (
-                self.kpo_gain is not None and bool(schedule),
-                f"kpo_gain={self.kpo_gain} is a fixed gain in place of the schedule that {', '.join(schedule)} is "
-                "for: give either the one or the other.",
-            ),
-            (
-                not all(0 <= x < math.inf for x in (self.kpo_initial_variance, self.kpo_process_noise)),
-                f"kpo_initial_variance={self.kpo_initial_variance} and kpo_process_noise={self.kpo_process_noise} are "
-                "variances: give numbers that are finite and not negative.",
-            ),
-            (
-                self.kpo_initial_variance == 0 and self.kpo_process_noise == 0,
-                "kpo_initial_variance=0 and kpo_process_noise=0 make a filter that never looks at a ratio: raise one "
-                "of them.",
-            ),
-            (
-                kpo and not all(x is not None and x >= 0 for x in (self.epsilon, self.epsilon_high)),
-                f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} are distances from 1 at which filtered "
-                "ratios are clipped: neither can be negative.",
-            ),
-            (
-                kpo and self.off_policy_mask_threshold is not None,
-                "off_policy_mask_threshold drops sequences by their unfiltered ratios, which token_weights='kpo' does "
-                "not use: leave the threshold unset.",
-            ),
-            (
-                self.token_weights in ("p3o", "kpo") and self.importance_sampling_level != "token",
-                f"importance_sampling_level={self.importance_sampling_level!r} averages ratios over a sequence, but "
-                f"token_weights={self.token_weights!r} is made of tokens' ratios: set "
-                "importance_sampling_level='token'.",
-            ),
-            (
-                self.token_weights == "sampler" and not self.vllm_importance_sampling_correction,
-                "token_weights='sampler' is the correction that vllm_importance_sampling_correction=False turns off: "
-                "remove one of the two.",
-            ),
             (
                 self.loss_type not in LOSS_TYPES,
                 f"loss_type={self.loss_type!r} is defined by the ratio to an old policy, which ISOPO does not "
@@ -307,16 +252,6 @@ class ISOPOConfig(GRPOConfig):
                 bool(self.router_aux_loss_coef),
                 f"router_aux_loss_coef={self.router_aux_loss_coef} adds a load-balancing loss without an advantage, "
                 "which cannot be part of ISOPO's single pass: set router_aux_loss_coef=0.0.",
-            ),
-            (
-                self.token_weights in ("p3o", "kpo") and bool(of_sampler),
-                f"{', '.join(of_sampler)} is a setting of the sampler's correction, which "
-                f"token_weights={self.token_weights!r} takes the place of: remove it, or set token_weights='sampler'.",
-            ),
-            (
-                self.vllm_importance_sampling_mode not in SAMPLER_MODES,
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is unknown: choose one of "
-                f"{', '.join(map(repr, SAMPLER_MODES))}.",
             ),
             (
                 self.use_liger_kernel,

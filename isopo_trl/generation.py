@@ -1,12 +1,21 @@
-"""The sampler's own log-probabilities out of `transformers`' generation, which computes them and keeps none."""
+"""
+What a generation's tokens were drawn with: the sampler's own log-probabilities out of `transformers`' generation,
+which computes them and keeps none, and the policy that a batch was drawn by.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import LogitsProcessor, TemperatureLogitsWarper
 from transformers.generation import GenerationMode
+
+from .trl_seam import Batch
+
+
+if TYPE_CHECKING:
+    from .config import ISOPOConfig
 
 
 class Recorder(LogitsProcessor):
@@ -57,10 +66,10 @@ class Recorder(LogitsProcessor):
 
 
 @contextmanager
-def recording(model: Any) -> Iterator[list[Recorder]]:
+def noting_logps(model: Any) -> Iterator[list[Recorder]]:
     """
-    Context in which `model.generate` is listened to: one [`Recorder`] for each call that draws token by token (beam
-    search and the like do not).
+    Context in which `model.generate` notes what it draws tokens with: one [`Recorder`] for each call that draws token
+    by token (beam search and the like do not).
     """
     recorders: list[Recorder] = []
     own = getattr(model, "_get_logits_processor", None)
@@ -85,3 +94,66 @@ def recording(model: Any) -> Iterator[list[Recorder]]:
         del model._get_logits_processor
         if replaced is not None:
             model._get_logits_processor = replaced
+
+
+class Turns:
+    """
+    The turns of one generation by `transformers`: stands in for the trainer's own, and adds what tokens were drawn
+    with.
+
+    Args:
+        model (`PreTrainedModel`): the model that generates.
+        temperature (`float`): the temperature of the loss.
+    """
+
+    def __init__(self, model: Any, temperature: float):
+        self._model = model
+        self._temperature = temperature
+        self._on_policy: list[bool] = []
+
+    def __call__(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[list, list | None]:
+        with noting_logps(self._model) as recorders:
+            completion_ids, logps = generate(*args, **kwargs)
+        if logps is None and len(recorders) == 1:
+            logps = recorders[0].logps(completion_ids)
+            self._on_policy.append(recorders[0].draws_at(self._temperature))
+        return completion_ids, logps
+
+    @property
+    def drawn_by_policy(self) -> bool:
+        """Whether the policy itself, at the loss's temperature, and nothing else drew the tokens of every turn."""
+        return bool(self._on_policy) and all(self._on_policy)
+
+
+def samples_at_temperature(args: "ISOPOConfig") -> bool:
+    """Whether generation is asked for samples at the temperature of the loss, and for nothing else."""
+    others: dict[str, Any] = dict(args.generation_kwargs or {})  # type: ignore[arg-type]
+    same = others.pop("temperature", args.temperature) == args.temperature and not others
+    return same and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
+
+
+# Which policy drew a batch
+
+
+def note_origin(batch: dict[str, Any], optimizer_steps: int, drawn_by_policy: bool) -> None:
+    """
+    Note in a batch that TRL keeps and cuts up how many optimizer steps came before its generation, and whether the
+    policy itself, at the loss's temperature, and nothing else drew its tokens.
+    """
+    batch["generated_after"] = torch.tensor(optimizer_steps)
+    batch["drawn_by_policy"] = torch.tensor(drawn_by_policy)
+
+
+def behaviour_logps(batch: Batch, logps: torch.Tensor, optimizer_steps: int) -> torch.Tensor:
+    """
+    Log-probabilities `[B, C]` under the policy that drew the tokens; NaN where nobody knows.
+
+    Args:
+        batch ([`Batch`]): with its origin noted.
+        logps (`torch.Tensor`): `[B, C]`, those of the policy as it is, without gradient.
+        optimizer_steps (`int`): number of optimizer steps up to now.
+    """
+    fresh = int(batch.get("generated_after", -1)) == optimizer_steps
+    if batch.sampler_logps is not None and not (fresh and batch.get("drawn_by_policy", False)):
+        return batch.sampler_logps
+    return logps if fresh or batch.old_logps is None else batch.old_logps

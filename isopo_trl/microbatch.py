@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .geometry import kernels
-from .geometry.coefficients import Ledger, Rule, coefficients
-from .geometry.running import RunningStatistics
 from .geometry.sequences import Samples, Sequences
 from .geometry.statistics import Statistics
+from .kernels.coefficients import KernelLedger, usable
+from .rules.ledger import Ledger
+from .rules.rule import Rule
+from .rules.running import RunningStatistics
 
 
 @dataclass
@@ -29,9 +30,16 @@ class Microbatch:
         running ([`RunningStatistics`]): the running means as they were when the microbatch began.
         loss_scale (`float`): constant that the loss carries.
         scored (`torch.Tensor`, *optional*): `[B, C]`, which of the last `C` predictions (positions `T - 1 - C` to `T -
-            2`) are scored by TRL's fused LM head.
+            2`) are scored by TRL's chunked log-probabilities.
 
-    While `recording`, layers work for the `plain` microbatch beside this one, in which no sequence is rescaled.
+    Attributes:
+        ledger ([`Ledger`]): the coefficients so far.
+        visits (`list[int]`): how often the backward pass came to each layer.
+        closed (`bool`): whether the microbatch is over.
+        in_graph (`list[torch.Tensor]`): a trained parameter of each layer in the graph.
+        of_terms ([`Microbatch`], *optional*): the same microbatch for terms that carry no advantage: no sequence is
+            rescaled there.
+        in_term (`bool`): whether the backward under way is that of such a term; then layers work for `of_terms`.
     """
 
     shape: tuple[int, int]
@@ -43,74 +51,90 @@ class Microbatch:
     loss_scale: float = 1.0
     scored: torch.Tensor | None = None
     ledger: Ledger = field(init=False)
-    reached: list[int] = field(init=False)
+    visits: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
-    touched: list[torch.Tensor] = field(init=False, default_factory=list)
-    plain: "Microbatch | None" = field(init=False, default=None)
-    recording: bool = field(init=False, default=False)
-    _fused: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
+    in_graph: list[torch.Tensor] = field(init=False, default_factory=list)
+    of_terms: "Microbatch | None" = field(init=False, default=None)
+    in_term: bool = field(init=False, default=False)
+    _kernel_ledger: KernelLedger | None = field(init=False, default=None)
+    _kernels_take: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
-        self.reached = [0] * len(self.running.mean)
-        self.weigh(self.advantages)
+        self.visits = [0] * len(self.running.mean)
+        self.set_advantages(self.advantages)
 
-    def fused(self, x: torch.Tensor) -> bool:
+    def set_advantages(self, advantages: torch.Tensor) -> None:
+        """Take other advantages `[m]`, before the backward."""
+        self.advantages = advantages
+        self.ledger = self.running.open(advantages, self.loss_scale)
+        self._kernel_ledger = None
+
+    # Inside a layer's forward
+
+    def add_to_graph(self, module: nn.Module) -> None:
+        """Note a trained parameter of a layer in the graph, through which the layer's backward can be asked for."""
+        # As the module has it now: FSDP exchanges parameters between forward and backward
+        for p in module._parameters.values():
+            if p is not None and p.requires_grad:
+                self.in_graph.append(p)
+                return
+
+    # Inside a layer's backward
+
+    def kernels_take(self, x: torch.Tensor) -> bool:
         """Whether Triton's kernels can take a layer's rows `x` `[N, features]`."""
-        known = self._fused.get(x.dtype)
+        known = self._kernels_take.get(x.dtype)
         if known is None:
             m, n = self.sequences.count, 0 if self.samples is None else len(self.samples.rows)
-            known = self.sequences.index is None and kernels.usable(x, m, n, self.rule)
-            self._fused[x.dtype] = known
+            known = self.sequences.index is None and usable(x, m, n, self.rule)
+            self._kernels_take[x.dtype] = known
         return known
 
-    def reach(self, index: int) -> Ledger:
-        """Note that the backward pass is at layer `index`, and where its coefficients go."""
+    def kernel_ledger(self, index: int) -> KernelLedger:
+        """Where a kernel enters the coefficients of layer `index`, to which the backward pass has come."""
+        self._visit(index)
+        if self._kernel_ledger is None:
+            self._kernel_ledger = KernelLedger(self.ledger)
+        return self._kernel_ledger
+
+    def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
+        """Coefficients `[m]` of layer `index`, to which the backward pass has come; kept for means and log."""
+        self._visit(index)
+        history = self.running.expectations(index)
+        result = self.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
+        self.ledger.record(index, result)
+        return result.c
+
+    def _visit(self, index: int) -> None:
         if self.closed:
             raise RuntimeError(
                 "A backward pass ran after its microbatch had ended: call `backward` before `end`, or inside the "
                 "`microbatch` context."
             )
-        self.reached[index] += 1
-        return self.ledger
+        self.visits[index] += 1
 
-    def weigh(self, advantages: torch.Tensor) -> None:
-        """Take other advantages `[m]`, before the backward."""
-        self.advantages = advantages
-        self.ledger = self.running.open(advantages, self.loss_scale)
+    # Terms without an advantage
 
-    def touch(self, module: nn.Module) -> None:
-        """Note a trained parameter of each layer in the graph, through which the layer's backward can be asked for."""
-        # As the module has it now: FSDP exchanges parameters between forward and backward
-        for p in module._parameters.values():
-            if p is not None and p.requires_grad:
-                self.touched.append(p)
-                return
-
-    def unscaled(self, term: torch.Tensor, plain: RunningStatistics) -> None:
+    def backward_of_term(self, term: torch.Tensor, unscaled: RunningStatistics) -> None:
         """
         Run the backward of a loss `term` that carries no advantage, and keep its gradients until the loss's own.
 
         Args:
             term (`torch.Tensor`): scalar.
-            plain ([`RunningStatistics`]): those of rule `"none"`, for as many layers.
+            unscaled ([`RunningStatistics`]): those of rule `"none"`, for as many layers.
         """
-        if self.plain is None:
+        if self.of_terms is None:
             ones = torch.ones_like(self.advantages)
-            self.plain = Microbatch(self.shape, self.sequences, None, ones, plain.rule, plain, scored=self.scored)
-        self.recording = True
+            rule = unscaled.rule
+            self.of_terms = Microbatch(self.shape, self.sequences, None, ones, rule, unscaled, scored=self.scored)
+        self.in_term = True
         try:
             # Asked for as the gradient of parameters, so that it is returned (as None) instead of accumulated
-            torch.autograd.grad(term, self.touched, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(term, self.in_graph, retain_graph=True, allow_unused=True)
         finally:
-            self.recording = False
+            self.in_term = False
 
-    def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
-        """Coefficients `[m]` of layer `index`, kept for the running means and the log."""
-        ledger = self.reach(index)
-        history = self.running.expectations(index)
-        result = coefficients(statistics, ledger.advantages, self.rule, history, self.loss_scale)
-        ledger.record(index, result)
-        return result.c
+    # The layout of positions
 
     def rows(self, name: str, x: torch.Tensor, features: int = 1) -> torch.Tensor:
         """View a layer's tensor, positions first, as rows `[N, ...]`; `features` counts the dimensions behind them."""
@@ -127,3 +151,10 @@ class Microbatch:
                 "`attention_mask` has the shape of `input_ids`; if it has, ISOPO cannot tell which sequence this "
                 "layer's rows belong to, so freeze its parameters, or leave it out of the LoRA targets."
             )
+
+
+@dataclass
+class CurrentMicrobatch:
+    """The place where layers find the microbatch under way, if there is one."""
+
+    microbatch: Microbatch | None = None

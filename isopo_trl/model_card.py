@@ -2,12 +2,12 @@
 
 import os
 import re
-from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 import peft
 from accelerate.utils import is_peft_model
 from huggingface_hub import ModelCard
+from trl import GRPOConfig
 
 from .config import ISOPOConfig
 
@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from .trainer import ISOPOTrainer
 
 
-# Beside the settings of ISOPO itself
+# Shown of every run, beside the settings of the rule and those that were changed
 _SETTINGS = (
+    "regularization_decay",
+    "fisher_samples",
+    "token_weights",
     "loss_type",
     "learning_rate",
     "lr_scheduler_type",
@@ -32,11 +35,6 @@ _SETTINGS = (
     "use_vllm",
     "seed",
 )
-_TOKEN_WEIGHTS = {
-    "sampler": "Tokens were weighted by their importance ratio to the sampler.",
-    "p3o": "Tokens were weighted by [P3O](https://huggingface.co/papers/2605.12380).",
-    "kpo": "Tokens were weighted by [KPO](https://huggingface.co/papers/2602.10609).",
-}
 _QUESTION = "A baker has 12 rolls and sells 5 of them. How many are left?"
 _CHAT = """\
 from transformers import pipeline
@@ -80,32 +78,42 @@ def _quick_start(trainer: "ISOPOTrainer") -> str:
 
 
 def _procedure(trainer: "ISOPOTrainer") -> str:
-    args, rule = trainer.args, trainer.args._rule()
-    own: dict[str, Any] = {}
-    for field in fields(ISOPOConfig):
-        if field.name in ISOPOConfig.__annotations__ and field.default is not MISSING:
-            own[field.name] = getattr(args, field.name)
-    if args.token_weights == "kpo":
-        own["epsilon_high"] = args.epsilon_high
-    else:
-        own = {name: value for name, value in own.items() if not name.startswith(("kpo_", "epsilon"))}
-    if not rule.interacting:
-        own.update(zip(("fisher_power", "norm_power", "relative_power"), rule.exponents, strict=True))
-    own["regularization"] = rule.lambda_
-    rows = {**own, **{name: getattr(args, name) for name in _SETTINGS}}
+    args, rule = trainer.args, trainer.isopo.rule
+    weighting = getattr(trainer, "weighting", str(args.token_weights))
+    rows = {
+        "rule": rule.name,
+        **{name: value for name, value in rule.settings.items() if name != "name"},
+        **getattr(weighting, "settings", {}),
+        **{name: getattr(args, name) for name in _SETTINGS},
+        **_changed(args),
+    }
     if is_peft_model(trainer.model):
         config = trainer.model.active_peft_config
         rows["adapter"] = f"{config.peft_type.value}, r={getattr(config, 'r', None)}"
     shown = {name: getattr(value, "value", value) for name, value in rows.items() if value is not None}
     table = "\n".join(f"| `{name}` | {value} |" for name, value in shown.items())
     sentences = [
-        f"Each sequence's gradient was rescaled, layer by layer, by the rule `{args.rule}` of "
+        f"Each sequence's gradient was rescaled, layer by layer, by the rule {_described(rule)} of "
         "[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it.",
-        _TOKEN_WEIGHTS.get(str(args.token_weights), ""),
+        f"Tokens were weighted by {_described(weighting)}." if args.token_weights != "none" else "",
         _outcome(trainer),
     ]
     text = " ".join(filter(None, sentences))
     return f"{text}\n\n### Settings\n\n| setting | value |\n|---|---|\n{table}\n\n"
+
+
+def _described(method: Any) -> str:
+    """A rule or token weighting in its own words, after its name."""
+    name, description = getattr(method, "name", method), getattr(method, "description", None)
+    return f"`{name}` ({description})" if description else f"`{name}`"
+
+
+def _changed(args: ISOPOConfig) -> dict[str, Any]:
+    """Of the settings of `ISOPOConfig`, and of the clipping range, those that are not at their defaults."""
+    names = (*ISOPOConfig.__annotations__, "epsilon_high")
+    # GRPO's too: `ISOPOConfig` puts it in place of a `None` of its own where GRPO's code will read it
+    defaults = {name: [getattr(config, name, None) for config in (ISOPOConfig, GRPOConfig)] for name in names}
+    return {name: getattr(args, name) for name in names if getattr(args, name) not in defaults[name]}
 
 
 def _outcome(trainer: "ISOPOTrainer") -> str:
@@ -114,7 +122,7 @@ def _outcome(trainer: "ISOPOTrainer") -> str:
     divergences = [line["validation/kl"] for line in log if "validation/kl" in line]
     if not accuracies:
         return ""
-    kl = f", at {divergences[-1]:.3f} nats a completion from where it started" if divergences else ""
+    kl = f", at {divergences[-1]:.3f} nats per completion from where it started" if divergences else ""
     return (
         f"In {trainer.state.global_step} optimizer steps its greedy accuracy on the validation set went from "
         f"{accuracies[0]:.1%} to {accuracies[-1]:.1%}{kl}."

@@ -3,8 +3,7 @@
 import inspect
 import os
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,24 +12,14 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import get_config_model_id
 
-from . import model_card
-from .attach import ISOPO
+from . import model_card, trl_seam
 from .config import ISOPOConfig
-from .generation import recording
-from .objectives import (
-    batch_figures,
-    filtered,
-    kalman_gains,
-    kl_pull,
-    log_ratios,
-    p3o_weights,
-    ratio_sums,
-    sampler_weights,
-    token_gains,
-)
+from .deepspeed_backward import caught_outputs, unseen_by_deepspeed
+from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
+from .isopo import ISOPO
+from .kl_reward import KLReward
+from .token_weights import Unscaled, Weighted, Weighting, named
 
 
 logger = get_logger(__name__)
@@ -102,7 +91,7 @@ class ISOPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         if args is None:
-            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
+            model_name = model if isinstance(model, str) else trl_seam.get_config_model_id(model.config)
             args = ISOPOConfig(f"{model_name.split('/')[-1]}-ISOPO")
         if not isinstance(args, ISOPOConfig):
             raise TypeError(
@@ -110,21 +99,15 @@ class ISOPOTrainer(GRPOTrainer):
                 "`GRPOConfig`, and the rule."
             )
         given = _SIGNATURE.bind(self, model, reward_funcs, args, *positional, **kwargs).arguments
-        silent = not args.use_vllm and given.get("rollout_func") is None and args.token_weights == "none"
+        weighting = named(args.token_weights)
+        silent = not args.use_vllm and given.get("rollout_func") is None and not weighting.needs_behaviour
         if args.off_policy_mask_threshold is not None and silent:
             raise ValueError(
                 "off_policy_mask_threshold compares with the sampler's log-probabilities, which only vLLM or a "
                 "`rollout_func` returns, or transformers' generation for token_weights: set use_vllm=True or "
                 "token_weights, or leave the threshold unset."
             )
-        # Inputs of the loss under way; the forward pass inside it adds the token weights
-        self._loss_inputs: dict[str, Any] | None = None
-        # Sums over the step's tokens, so far
-        self._ratio_sums: torch.Tensor | None = None
-        self._updates = 0  # optimizer steps
-        # For the turns of the last generation: did the policy itself, and nothing else, draw the tokens?
-        self._turns: list[bool] = []
-        self._accumulation = args.gradient_accumulation_steps
+        self._optimizer_steps = 0  # of this object, over all calls of `train`
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -139,54 +122,31 @@ class ISOPOTrainer(GRPOTrainer):
             )
         self.isopo = ISOPO(
             self.model,
-            args.rule,
-            fisher_power=args.fisher_power,
-            norm_power=args.norm_power,
-            relative_power=args.relative_power,
-            regularization=args.regularization,
+            args._rule(),
             regularization_decay=args.regularization_decay,
-            keep_small=args.keep_small,
             fisher_samples=args.fisher_samples,
-            scale=args.scale,
             seed=args.seed,
         )
+        self.weighting: Weighting = weighting(args, self.accelerator)
+        # Without a rule there is nothing to rescale, and all terms of the loss go back together
+        self._goes_back_twice = weighting.goes_back_twice and any(self.isopo.rule.needs)
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-        if args.token_weights == "p3o" and any(self.isopo.rule.needs) and args.gradient_checkpointing:
-            if checkpointing.get("use_reentrant"):
-                raise ValueError(
-                    "token_weights='p3o' goes back through the model twice, which reentrant checkpointing cannot do: "
-                    "set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, where "
-                    "TRL insists on it) gradient_checkpointing=False."
-                )
-        if args.token_weights == "kpo" and not self._samples_at_temperature:
-            logger.warning(
-                "Tokens are not sampled from the distribution that is trained (top_p, top_k, min_p, "
-                "repetition_penalty, generation_kwargs), so filtered ratios leave KPO's narrow range from the first "
-                "step: most tokens with a negative advantage are clipped, and sampling at a higher temperature can "
-                "flatten the policy whatever the reward. Sample at `temperature` alone, set epsilon and epsilon_high "
-                "to 0.2, or use token_weights='p3o'."
+        if self._goes_back_twice and args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                f"token_weights={args.token_weights!r} goes back through the model twice, which reentrant "
+                "checkpointing cannot do: set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA "
+                "under ZeRO-3, where TRL insists on it) gradient_checkpointing=False."
             )
-        if args.kl_in_reward:
-            self._reference: dict[str, Any] = {}
-            # New lists: TRL keeps the ones it was given
-            self.reward_funcs = [*self.reward_funcs, self._kl_to_reference]
-            self.reward_func_names = [*self.reward_func_names, "kl_to_reference"]
-            self.reward_processing_classes = [*self.reward_processing_classes, None]
-            self.reward_weights = torch.cat([self.reward_weights, torch.tensor([-args.beta])])
+        for warning in self.weighting.warnings():
+            logger.warning(warning)
+        self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
-    @property
-    def _samples_at_temperature(self) -> bool:
-        """Whether generation is asked for samples at the temperature of the loss, and for nothing else."""
-        args, others = self.args, dict(self.args.generation_kwargs or {})  # type: ignore[arg-type]
-        same = others.pop("temperature", args.temperature) == args.temperature and not others
-        return same and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
-
-    # The loss
+    # One optimizer step
 
     def train(self, *args, **kwargs):
-        self._ratio_sums = None
+        self.weighting.reset()
         return super().train(*args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -194,192 +154,16 @@ class ISOPOTrainer(GRPOTrainer):
             loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self.isopo.abort()
-            self._ratio_sums = None
+            self.weighting.reset()
             raise
         self.isopo.end()
         if self.accelerator.sync_gradients:
-            self._updates += 1
+            self._optimizer_steps += 1
             self._log_step(self.isopo.step())
         return loss
 
-    def _compute_loss(self, model, inputs):
-        inputs = dict(inputs)
-        advantages = inputs["advantages"]
-        if advantages.dim() != 1:
-            raise ValueError(
-                f"ISOPO takes one advantage per sequence, got shape {list(advantages.shape)}: per-token advantages "
-                "are not supported."
-            )
-        if self.off_policy_mask_threshold is not None and "sampling_per_token_logps" not in inputs:
-            raise ValueError(
-                "off_policy_mask_threshold compares with the sampler's log-probabilities, but the generation or "
-                "`rollout_func` returned none: return `logprobs`, or leave the threshold unset."
-            )
-        train = torch.is_grad_enabled()
-        method = self.args.token_weights
-        if train:
-            # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
-            sign = torch.where(advantages < 0, -1.0, 1.0).to(advantages.dtype).requires_grad_()
-            inputs["advantages"] = sign
-            mask = inputs["completion_mask"]
-            microbatch = self.isopo.begin(
-                advantages.abs(),
-                attention_mask=torch.cat([inputs["prompt_mask"], mask], dim=1),
-                completion_mask=mask,
-                loss_scale=1 / self.current_gradient_accumulation_steps,
-            )
-        weighted = method in ("sampler", "p3o")  # TRL multiplies by weights where it thinks that they are vLLM's
-        with self._settings(beta=0.0, use_vllm=weighted, vllm_importance_sampling_correction=weighted):
-            self._loss_inputs = inputs
-            try:
-                loss = super()._compute_loss(model, inputs)
-            finally:
-                self._loss_inputs = None
-        # Here, where TRL has waited for the device already
-        broken = int(self.accelerator.reduce(inputs["broken"], reduction="sum"))  # so that no rank is left waiting
-        if broken:
-            raise FloatingPointError(
-                f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
-                "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
-                "have not been touched by this step."
-            )
-        if not train:
-            return loss
-        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        weights = [inputs["importance_sampling_ratio"]] if method == "p3o" else []
-        slope, *by_weight = torch.autograd.grad(loss, [sign, *weights], retain_graph=True)
-        value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
-        if method == "p3o" and inputs["ess"] < 1:
-            logps, ess = inputs["logps"], inputs["ess"]
-            # By what the loss multiplies a token: its normalisation, and TRL's masks
-            share = -by_weight[0] * sign.detach().unsqueeze(1)
-            kl, kl_slope = kl_pull(inputs["log_ratio"], self.args.use_bias_correction_kl)
-            value = value + (share * (1 - ess) * kl).sum()
-            pull = share * (1 - ess) * kl_slope
-            if any(self.isopo.rule.needs):
-                with _unseen_by_deepspeed(model, inputs["outputs"]):
-                    self.isopo.unscaled((pull * logps).sum())
-            else:  # there is nothing to rescale, and both parts can go back together
-                policy = share * weights[0].detach() * advantages.unsqueeze(1)
-                loss = ((pull - policy) * logps).sum()
-                # An advantage that is not finite is to be noticed
-                microbatch.weigh(torch.where(advantages.isfinite(), 1.0, advantages))
-        return loss + (value - loss).detach()
-
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        forward = super()._get_per_token_logps_and_entropies
-        inputs, outputs = self._loss_inputs, []
-        catch = None
-        twice = self.args.token_weights == "p3o" and any(self.isopo.rule.needs)
-        if inputs is not None and twice and self.is_deepspeed_enabled:
-            catch = model.register_forward_hook(lambda module, args, output: outputs.extend(output.values()))
-        try:
-            logps, entropies, aux_loss = forward(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        finally:
-            if catch is not None:
-                catch.remove()
-        if inputs is None:
-            if self.args.kl_in_reward:  # this is the reference model's pass, for `_kl_to_reference`
-                arguments = (input_ids, attention_mask, logits_to_keep, *args)
-                self._reference.update(logps=logps, arguments=arguments, keywords=kwargs)
-            return logps, entropies, aux_loss
-        inputs["outputs"] = [x for x in outputs if isinstance(x, torch.Tensor)]
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        inputs["broken"] = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
-        if self.args.token_weights != "none":
-            behaviour = self._behaviour_logps(logps.detach(), inputs)
-            inputs.pop("old_per_token_logps", None)  # TRL would take the ratio to it
-            logps = self._weigh_tokens(logps, behaviour, mask, inputs)
-        return logps, entropies, aux_loss
-
-    # Token weights
-
-    def _behaviour_logps(self, logps, inputs):
-        """Log-probabilities under the policy that drew the tokens; NaN where nobody knows."""
-        sampler = inputs.get("sampling_per_token_logps")
-        fresh = int(inputs.get("generated_after", -1)) == self._updates
-        if sampler is not None and not (fresh and inputs.get("drawn_by_policy", False)):
-            return sampler
-        return logps if fresh else inputs.get("old_per_token_logps", logps)
-
-    def _weigh_tokens(self, logps, behaviour, mask, inputs):
-        """Put the weights into the inputs of the loss, and return what takes the place of `logps` there."""
-        log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
-        sums = ratio_sums(log_ratio, mask)
-        method = self.args.token_weights
-        if method == "kpo":
-            rho = self._filtered(log_ratio, mask)
-            sums = torch.cat([sums, (rho.detach().exp() * mask).sum(dtype=sums.dtype).unsqueeze(0)])
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        if torch.is_grad_enabled():
-            # Over the step's microbatches up to this one: the later ones have not been seen
-            self._ratio_sums = sums = sums if self._ratio_sums is None else self._ratio_sums + sums
-        else:
-            self._log_ratios("eval", sums)
-        if method == "kpo":
-            if self.args.kpo_stop_gradient:
-                rho = rho.detach() + (logps - logps.detach())
-            inputs["old_per_token_logps"] = torch.zeros_like(logps)
-            return rho
-        if method == "p3o":
-            ess = batch_figures(sums)["ess"].to(logps.dtype)
-            weights = p3o_weights(log_ratio, ess).requires_grad_(torch.is_grad_enabled())
-            inputs.update(importance_sampling_ratio=weights, logps=logps, log_ratio=log_ratio.detach(), ess=ess)
-        else:
-            inputs["importance_sampling_ratio"] = self._sampler_correction(logps.detach(), behaviour, mask)
-        return logps
-
-    def _filtered(self, log_ratio, mask):
-        args, length = self.args, log_ratio.shape[1]
-        if args.kpo_gain is not None:
-            schedule = torch.full((length,), args.kpo_gain, dtype=torch.float64)
-        else:
-            schedule = kalman_gains(length, args.kpo_initial_variance, args.kpo_process_noise)
-        return filtered(log_ratio, token_gains(mask, schedule))
-
-    def _log_ratios(self, mode: str, sums: torch.Tensor) -> None:
-        figures = batch_figures(sums[:4])
-        if len(sums) > 4:
-            figures["filtered_ratio_mean"] = sums[4] / sums[0].clamp(min=1)
-        for name, value in zip(figures, torch.stack(list(figures.values())).tolist(), strict=True):
-            self._metrics[mode][f"off_policy/{name}"].append(value)
-
-    def _sampler_correction(self, logps, sampler_logps, mask):
-        mode = self.vllm_importance_sampling_mode
-        weights = sampler_weights(
-            logps,
-            sampler_logps,
-            mask,
-            mode,
-            self.vllm_importance_sampling_clip_min,
-            self.vllm_importance_sampling_clip_max,
-        )
-        # The metrics that TRL logs of its own correction, under the same names
-        scored = mask.bool() & ~torch.isnan(sampler_logps)
-        difference = torch.where(scored, (logps - sampler_logps).abs(), 0)
-        of_interest = weights.flatten() if mode.startswith("sequence") else weights[mask.bool()]
-        if of_interest.numel() == 0:
-            of_interest = weights.new_zeros(1)
-        figures = {
-            "sampling_logp_difference/mean": difference.sum() / scored.sum().clamp(min=1),
-            "sampling_logp_difference/max": difference.max(),
-            "importance_sampling_ratio/min": of_interest.min(),
-            "importance_sampling_ratio/mean": of_interest.mean(),
-            "importance_sampling_ratio/max": of_interest.max(),
-        }
-        gathered = self.accelerator.gather(torch.stack(list(figures.values())).unsqueeze(0))
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        over_ranks = {
-            "min": gathered.amin(0).tolist(),
-            "mean": gathered.mean(0).tolist(),
-            "max": gathered.amax(0).tolist(),
-        }
-        for place, name in enumerate(figures):
-            metrics[f"sampling/{name}"].append(over_ranks[name.rpartition("/")[2]][place])
-        return weights
-
     def _log_step(self, figures: dict[str, float]) -> None:
-        sums, self._ratio_sums = self._ratio_sums, None
+        off_policy = self.weighting.step()
         broken = int(figures.pop("broken_sequences"))
         if broken:
             raise FloatingPointError(
@@ -387,65 +171,104 @@ class ISOPOTrainer(GRPOTrainer):
                 "learning rate, or train in bf16 or fp32. The weights have not been updated with them, and the "
                 "running statistics do not contain them."
             )
-        for name, value in figures.items():
-            self._metrics["train"][f"isopo/{name}"].append(value)
-        if sums is not None:
-            self._log_ratios("train", sums)
+        trl_seam.log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
+        self._log_off_policy("train", off_policy)
+
+    def _log_off_policy(self, mode: str, figures: dict[str, torch.Tensor]) -> None:
+        if figures:
+            values = torch.stack(list(figures.values())).tolist()
+            named_values = zip(figures, values, strict=True)
+            trl_seam.log(self, mode, {f"off_policy/{name}": value for name, value in named_values})
+
+    # The loss
+
+    def _compute_loss(self, model, inputs):
+        batch = trl_seam.Batch(inputs)
+        advantages = batch.advantages
+        if advantages.dim() != 1:
+            raise ValueError(
+                f"ISOPO takes one advantage per sequence, got shape {list(advantages.shape)}: per-token advantages "
+                "are not supported."
+            )
+        if self.off_policy_mask_threshold is not None and batch.sampler_logps is None:
+            raise ValueError(
+                "off_policy_mask_threshold compares with the sampler's log-probabilities, but the generation or "
+                "`rollout_func` returned none: return `logprobs`, or leave the threshold unset."
+            )
+        train = torch.is_grad_enabled()
+        if train:
+            # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
+            sign = torch.where(advantages < 0, -1.0, 1.0).to(advantages.dtype).requires_grad_()
+            batch.advantages = sign
+            microbatch = self.isopo.begin(
+                advantages.abs(),
+                attention_mask=batch.attention_mask,
+                completion_mask=batch.completion_mask,
+                loss_scale=1 / self.current_gradient_accumulation_steps,
+            )
+        forward = _Forward(self.weighting, batch, self._optimizer_steps)
+        catch = self._goes_back_twice and self.is_deepspeed_enabled
+        with caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
+            loss = super()._compute_loss(model, batch)
+        # Here, where TRL has waited for the device already
+        broken = int(self.accelerator.reduce(forward.broken, reduction="sum"))  # so that no rank is left waiting
+        if broken:
+            raise FloatingPointError(
+                f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
+                "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
+                "have not been touched by this step."
+            )
+        self._log_weighted(forward.weighted)
+        if not train:
+            return loss
+        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
+        slope, *by_weight = torch.autograd.grad(loss, [sign, *forward.differentiated], retain_graph=True)
+        value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
+        term = forward.unscaled_term()
+        if term is not None:
+            # By what the loss multiplies a token: its normalisation, and TRL's masks
+            share = -by_weight[0] * sign.detach().unsqueeze(1)
+            value = value + (share * term.value).sum()
+            pull = share * term.slope
+            if self._goes_back_twice:
+                with unseen_by_deepspeed(model, outputs):
+                    self.isopo.unscaled((pull * forward.logps).sum())
+            else:
+                policy = share * forward.differentiated[0].detach() * advantages.unsqueeze(1)
+                loss = ((pull - policy) * forward.logps).sum()
+                # An advantage that is not finite must be noticed
+                microbatch.set_advantages(torch.where(advantages.isfinite(), 1.0, advantages))
+        return loss + (value - loss).detach()
+
+    def _log_weighted(self, weighted: Weighted) -> None:
+        trl_seam.log(self, "train" if self.model.training else "eval", weighted.figures)
+        if not torch.is_grad_enabled() and weighted.sums is not None:
+            self._log_off_policy("eval", self.weighting.figures(weighted.sums))
 
     # Generation: no old policy but the sampler's; the KL, if any, in the reward
 
     def _generate_and_score_completions(self, inputs):
-        # TRL computes old-policy log-probabilities where these two settings say that it needs them
-        self._accumulation = self.args.gradient_accumulation_steps
-        correction = self.vllm_importance_sampling_correction
-        self.args.gradient_accumulation_steps = self._generate_every
-        self.vllm_importance_sampling_correction = False
-        try:
-            output = super()._generate_and_score_completions(inputs)
-        finally:
-            self.args.gradient_accumulation_steps = self._accumulation
-            self.vllm_importance_sampling_correction = correction
-        if self.args.token_weights != "none":
-            output["generated_after"] = torch.tensor(self._updates)
-            output["drawn_by_policy"] = torch.tensor(self._drawn_by_policy)
-        return output
+        needs_behaviour, training = self.weighting.needs_behaviour, self.model.training
+        policy = self.accelerator.unwrap_model(self.model)
+        turns = Turns(policy.get_base_model() if is_peft_model(policy) else policy, self.temperature)
+        by_transformers = not (self.use_vllm or self.use_transformers_continuous_batching)
 
-    @property
-    def _drawn_by_policy(self) -> bool:
-        return self.rollout_func is None and bool(self._turns) and all(self._turns)
+        def generated(rollout: trl_seam.Generated) -> bool:
+            if self.kl_reward is not None:
+                # What tokens were drawn with may be of another temperature, or truncated; a rollout_func is trusted
+                own = self.rollout_func is not None or turns.drawn_by_policy
+                own = own or (self.use_vllm and samples_at_temperature(self.args))
+                self.kl_reward.generated(rollout.tool_mask, rollout.logps if own else None)
+            # Where the sampler says nothing of its log-probabilities, TRL computes them, once, if data will be stale
+            return needs_behaviour and training and rollout.logps is None
 
-    @property
-    def _generate_every(self) -> int:
-        """Number of microbatches for which a generation serves."""
-        assert self.args.steps_per_generation is not None  # set by GRPOConfig
-        return self.args.steps_per_generation * self.num_iterations
-
-    def _generate(self, prompts):
-        training = self.model.training
-        self._turns = []
-        output = super()._generate(prompts)
-        if output[4] is None and self.args.token_weights != "none" and training:
-            # The sampler says nothing of its log-probabilities: TRL computes them, once, if data will be stale
-            self.args.gradient_accumulation_steps = self._accumulation
-        if self.args.kl_in_reward:
-            # What tokens were drawn with may be of another temperature, or truncated; a rollout_func is trusted
-            own = self.rollout_func is not None or self._drawn_by_policy
-            own = own or (self.use_vllm and self._samples_at_temperature)
-            self._reference.update(tool_mask=output[2], sampler_logps=output[4] if own else None)
-        return output
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        generate = super()._generate_single_turn
-        elsewhere = self.use_vllm or self.use_transformers_continuous_batching
-        if self.args.token_weights == "none" or elsewhere:
-            return generate(prompt_ids, *args, **kwargs)
-        model = self.accelerator.unwrap_model(self.model)
-        with recording(model.get_base_model() if is_peft_model(model) else model) as recorders:
-            completion_ids, logprobs = generate(prompt_ids, *args, **kwargs)
-        if logprobs is None and len(recorders) == 1:
-            logprobs = recorders[0].logps(completion_ids)
-            self._turns.append(recorders[0].draws_at(self.temperature))
-        return completion_ids, logprobs
+        listening = self.kl_reward.listening() if self.kl_reward is not None else nullcontext()
+        single_turn = turns if needs_behaviour and by_transformers else None
+        with listening, trl_seam.generation(self, single_turn=single_turn, generated=generated):
+            batch = super()._generate_and_score_completions(inputs)
+        if needs_behaviour:
+            note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
+        return batch
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -456,48 +279,9 @@ class ISOPOTrainer(GRPOTrainer):
                     f"The reward function {name!r} returned an infinite reward for {count} completions: return a "
                     "finite number, or None to leave a completion out."
                 )
-        if self.args.kl_in_reward:  # a completion that no reward function scores stays unscored
-            unscored = torch.isnan(rewards[:, :-1]).all(dim=1)
-            if unscored.any():
-                logger.warning(
-                    f"All reward functions returned None for {int(unscored.sum())} of {len(unscored)} completions, "
-                    "which are left out: please ensure that at least one returns a valid reward."
-                )
-            rewards[:, -1] = rewards[:, -1].masked_fill(unscored, torch.nan)
+        if self.kl_reward is not None:
+            self.kl_reward.leave_out_unscored(rewards)
         return rewards
-
-    def _kl_to_reference(self, **kwargs: Any) -> list[float]:
-        """Reward function: estimate of the KL divergence from the reference model, summed over each completion."""
-        reference = self._reference
-        input_ids, attention_mask, logits_to_keep, *args = reference["arguments"]
-        mask = attention_mask[:, -logits_to_keep:].float()
-        mask = mask * _padded(reference["tool_mask"], mask, fill=1)
-        if reference["sampler_logps"] is not None:
-            logps = _padded(reference["sampler_logps"], mask, fill=0)
-        else:
-            checkpointing: Any = self.args.gradient_checkpointing_kwargs
-            with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
-                logps, _, _ = super()._get_per_token_logps_and_entropies(
-                    self.model, input_ids, attention_mask, logits_to_keep, *args, **reference["keywords"]
-                )
-        # A token that the sampler could not score says nothing about the divergence
-        kl = torch.nan_to_num(logps - reference["logps"], nan=0.0) * mask
-        totals = self.accelerator.reduce(torch.stack([kl.sum(), mask.sum()]), reduction="sum")
-        mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["kl"].append((totals[0] / totals[1].clamp(min=1.0)).item())
-        return kl.sum(dim=1).tolist()
-
-    @contextmanager
-    def _settings(self, **settings: Any) -> Iterator[None]:
-        """Context in which the trainer's attributes have these values."""
-        own = {name: getattr(self, name) for name in settings}
-        try:
-            for name, value in settings.items():
-                setattr(self, name, value)
-            yield
-        finally:
-            for name, value in own.items():
-                setattr(self, name, value)
 
     # State
 
@@ -533,34 +317,42 @@ class ISOPOTrainer(GRPOTrainer):
         self.isopo.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
-@contextmanager
-def _unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
+class _Forward:
     """
-    Context for a backward pass that is not the loss's. DeepSpeed would take it for that: by hooks on what the engine's
-    forward returned (none elsewhere: `outputs` is empty), which divide the gradient and get ready for the reduction,
-    and in ZeRO-3 by counters that say whether a module's parameters are still to be fetched.
+    The loss's forward pass: takes its log-probabilities, weighs the tokens, and keeps what is needed after the loss.
+
+    Args:
+        weighting ([`Weighting`]): weighs the tokens.
+        batch ([`Batch`]): the batch that the loss is computed of.
+        optimizer_steps (`int`): number of optimizer steps up to now.
     """
-    hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in outputs if x._backward_hooks]
-    modules = engine.modules() if outputs else ()
-    names = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
-    counters = [
-        (module, name, module.__dict__[name]) for module in modules for name in names if name in module.__dict__
-    ]
-    try:
-        for own, _ in hooks:
-            own.clear()
-        yield
-    finally:
-        for own, kept in hooks:
-            own.update(kept)
-        for module, name, value in counters:
-            setattr(module, name, value)
 
+    logps: torch.Tensor  # [B, C], with gradient
+    broken: torch.Tensor  # number of sequences whose log-probabilities are not finite
+    weighted: Weighted
 
-def _padded(rows: list[list] | None, like: torch.Tensor, fill: float) -> torch.Tensor:
-    """Lists of numbers (or `None` in place of one) as a tensor of the shape of `like`, filled up on the right."""
-    padded = torch.full_like(like, fill)
-    for row, values in enumerate(rows or []):
-        values = [float("nan") if value is None else float(value) for value in values]
-        padded[row, : len(values)] = torch.tensor(values, dtype=like.dtype)
-    return padded
+    def __init__(self, weighting: Weighting, batch: trl_seam.Batch, optimizer_steps: int):
+        self._weighting = weighting
+        self._batch = batch
+        self._optimizer_steps = optimizer_steps
+        self.differentiated: list[
+            torch.Tensor
+        ] = []  # weights, where an unscaled term asks what the loss makes of them
+
+    def __call__(self, logps: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        self.logps, mask = logps, self._batch.scored
+        self.broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
+        if not self._weighting.needs_behaviour:
+            self.weighted = Weighted()
+            return None
+        behaviour = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
+        self.weighted = self._weighting(logps, behaviour, mask)
+        weights = self.weighted.weights
+        if self.weighted.unscaled is not None and torch.is_grad_enabled():
+            weights = torch.ones_like(logps) if weights is None else weights.expand_as(logps)
+            weights = weights.detach().requires_grad_()
+            self.differentiated = [weights]
+        return weights, self.weighted.log_ratio
+
+    def unscaled_term(self) -> Unscaled | None:
+        return None if self.weighted.unscaled is None else self.weighted.unscaled()

@@ -26,7 +26,8 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from isopo_trl import ISOPOConfig, callbacks
+from isopo_trl import ISOPOConfig
+from isopo_trl.validation import callback
 from tests import oracle, tiny, training
 from tests.test_trainer_sampling import with_vllm
 
@@ -434,7 +435,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
 
 
 def test_metrics_of_the_validation_are_on_the_page():
-    in_code = set(re.findall(r'"(validation/\w+)"', inspect.getsource(callbacks)))
+    in_code = set(re.findall(r'"(validation/\w+)"', inspect.getsource(callback)))
     assert in_code == {name for name in metric_names() if name.startswith("validation/")}
 
 

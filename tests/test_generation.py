@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LogitsProcessor
 
-from isopo_trl.generation import Recorder, recording
+from isopo_trl.generation import Recorder, noting_logps
 from tests import tiny, training
 
 
@@ -36,7 +36,7 @@ def recorded(model, batch=None, seed=0, listen_to=None, **settings):
     settings = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": ENDS, "top_k": 0, **settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with recording(model if listen_to is None else listen_to) as recorders:
+        with noting_logps(model if listen_to is None else listen_to) as recorders:
             output = model.generate(**batch, **settings)
     (recorder,) = recorders
     completions = cut(output[:, batch["input_ids"].shape[1] :], settings["eos_token_id"])
@@ -216,7 +216,7 @@ def test_greedy_tokens_are_certain(settings):
 )
 def test_search_that_does_not_go_token_by_token_is_not_recorded(settings):
     model = tiny.model("qwen3")
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         model.generate(**prompts(["What?"]), max_new_tokens=4, **settings)
     assert recorders == []
 
@@ -224,7 +224,7 @@ def test_search_that_does_not_go_token_by_token_is_not_recorded(settings):
 def test_every_call_has_its_recorder():
     model = tiny.model("qwen3")
     outputs = []
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         for text in ("What?", "No"):
             batch = prompts([text])
             outputs.append((batch, model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=5)))
@@ -236,7 +236,7 @@ def test_every_call_has_its_recorder():
 
 def test_asking_twice_gives_the_same():
     model, batch = tiny.model("qwen3"), prompts()
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         output = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=5)
     completions = cut(output[:, batch["input_ids"].shape[1] :], [2])
     assert recorders[0].logps(completions) == recorders[0].logps(completions)
@@ -256,7 +256,7 @@ def test_recorder_leaves_the_scores_as_they_are():
 def test_model_is_as_before_afterwards():
     model = tiny.model("qwen3")
     before = dict(model.__dict__)
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         model.generate(**prompts(), max_new_tokens=2)
         assert model.__dict__.keys() != before.keys()
     assert model.__dict__.keys() == before.keys()
@@ -266,8 +266,8 @@ def test_model_is_as_before_afterwards():
 
 def test_one_can_listen_twice():
     model = tiny.model("qwen3")
-    with recording(model) as outer:
-        with recording(model) as inner:
+    with noting_logps(model) as outer:
+        with noting_logps(model) as inner:
             model.generate(**prompts(), max_new_tokens=2)
         model.generate(**prompts(), max_new_tokens=2)
     assert (len(outer), len(inner)) == (2, 1) and "_get_logits_processor" not in model.__dict__
@@ -289,7 +289,7 @@ def test_one_can_listen_twice():
 )
 def test_recorder_knows_whether_the_policy_itself_drew(settings, temperature, expected):
     model = tiny.model("qwen3")
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         model.generate(**prompts(), **{"do_sample": True, "top_k": 0, "max_new_tokens": 2, **settings})
     assert recorders[0].draws_at(temperature) == expected
 
@@ -300,10 +300,10 @@ def test_model_is_as_before_after_an_error():
             raise KeyError("broken processor")
 
     model = tiny.model("qwen3")
-    with pytest.raises(KeyError, match="broken processor"), recording(model):
+    with pytest.raises(KeyError, match="broken processor"), noting_logps(model):
         model.generate(**prompts(), max_new_tokens=2, logits_processor=[Broken()])
     assert "_get_logits_processor" not in model.__dict__
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         model.generate(**prompts(), max_new_tokens=2)
     assert len(recorders) == 1
 
@@ -315,10 +315,10 @@ def test_model_with_a_generation_of_its_own_is_left_alone():
 
     model = Own()
     before = dict(model.__dict__)
-    with recording(model) as recorders:
+    with noting_logps(model) as recorders:
         assert model.generate() == "text"
     assert recorders == [] and model.__dict__.keys() == before.keys()
-    with pytest.raises(KeyError), recording(model):
+    with pytest.raises(KeyError), noting_logps(model):
         raise KeyError
 
 
@@ -331,7 +331,7 @@ def test_listening_draws_nothing_from_the_random_stream(settings):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             if listening:
-                with recording(model):
+                with noting_logps(model):
                     output = model.generate(**prompts(), **settings)
             else:
                 output = model.generate(**prompts(), **settings)

@@ -13,6 +13,8 @@ import yaml
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
+from isopo_trl.gsm8k import gsm8k_reward, strict_gsm8k_reward
+from isopo_trl.gsm8k.data import INSTRUCTION
 from tests import tiny
 
 
@@ -163,12 +165,51 @@ def test_what_is_used_and_why(gsm8k):
 def test_settings_of_the_papers_figures_are_settings(gsm8k, given, path):
     # What needs vLLM or a GPU is looked at here, not used
     off = ["--use_vllm=false", "--bf16=false", "--use_cpu=true"]
-    script_args, args, _ = gsm8k.read_arguments(["--config", str(path), *given[:2], *off])
+    script_args, args, model_args = gsm8k.read_arguments(["--config", str(path), *given[:2], *off])
     expected = {"fig4": "fig4", "fig5_fisher": "fisher", "fig5_euclidean": "euclidean", "fig7": "interacting"}
-    assert args.rule == expected[path.stem] and args.regularization == 1.0
+    assert args.rule == expected[path.stem] and args.token_weights == "none" and args.loss_type == "bnpo"
+    assert args.regularization == (1.0 if path.stem == "fig7" else 0.0)
     completions = args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert completions == 64 * args.num_generations and args.generation_batch_size == 2 * completions
-    assert script_args.format_weight == 0 and args.temperature == 1
+    assert args.max_steps == (100 if path.stem.startswith("fig5") else 204) and script_args.validation_steps == 10
+    assert script_args.format_weight == 0 and args.temperature == 1 and script_args.strict
+    # What the author's run asks, in the only message
+    _, held_out, _ = gsm8k.load(script_args, args, model_args)
+    (message,) = held_out[0]["prompt"]
+    wanted = 'What is 11 + 1? Let\'s think step by step and output the final answer after "####".'
+    assert message == {"role": "user", "content": wanted}
+
+
+def test_where_the_answer_must_stand_is_the_same_in_training_and_validation(gsm8k, given, tmp_path, capfd):
+    arguments = [*given, f"--output_dir={tmp_path}", "--strict", "--validation_steps=1", "--format_weight=0"]
+    assert gsm8k.main(arguments) == 0
+    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert all("rewards/strict_gsm8k_reward/mean" in line for line in log if "loss" in line)
+    assert not any("rewards/gsm8k_reward/mean" in line for line in log)
+    printed = capfd.readouterr()
+    assert "nan%" not in printed.out + printed.err
+    script_args, *_ = gsm8k.read_arguments([*given, "--strict"])
+    assert gsm8k.correctness(script_args) is strict_gsm8k_reward
+    script_args, *_ = gsm8k.read_arguments(given)
+    assert gsm8k.correctness(script_args) is gsm8k_reward
+
+
+def test_a_users_template_takes_the_place_of_the_instruction_or_stands_beside_it(gsm8k, given):
+    def first(*arguments):
+        script_args, args, model_args = gsm8k.read_arguments([*given, *arguments])
+        return gsm8k.load(script_args, args, model_args)[0][0]["prompt"]
+
+    def message(role, content):
+        return {"role": role, "content": content}
+
+    template = "--user_template=Q: {question}"
+    assert first() == [message("system", INSTRUCTION), message("user", "What is 0 + 1?")]
+    assert first("--instruction=Be brief.") == [message("system", "Be brief."), message("user", "What is 0 + 1?")]
+    assert first(template) == [message("user", "Q: What is 0 + 1?")]
+    assert first("--instruction=Be brief.", template) == [
+        message("system", "Be brief."),
+        message("user", "Q: What is 0 + 1?"),
+    ]
 
 
 def test_settings_of_the_papers_on_token_weights_are_settings(gsm8k, given):
@@ -223,6 +264,7 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "--trainer ppo is unknown" in refused(gsm8k, capsys, [*given, "--trainer", "ppo"])
     assert "--nonsense is not an argument" in refused(gsm8k, capsys, [*given, "--nonsense", "1"])
     assert "--nonsense is not an argument" in refused(gsm8k, capsys, [*given, "--trainer=grpo", "--nonsense", "1"])
+    assert "write {question} where it should go" in refused(gsm8k, capsys, [*given, "--user_template=Solve it."])
     assert "--dataset_streaming" in refused(gsm8k, capsys, [*given, "--dataset_streaming"])
     assert "epsilon" in refused(gsm8k, capsys, [*given, "--epsilon=0.1"])
     (tmp_path / "list.yaml").write_text("- rule\n")

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from isopo_trl.geometry import kernels
+from isopo_trl.kernels.launch import ENABLED, INTERPRET
 
 
 pytest.importorskip("triton")
 
 pytestmark = pytest.mark.skipif(
-    not kernels.ENABLED or kernels.INTERPRET,
+    not ENABLED or INTERPRET,
     reason="the kernels are turned off, or interpreted in this process already",
 )
 
 ROOT = Path(__file__).parents[1]
-KERNELS = ["tests/geometry/test_kernels.py", "tests/geometry/test_rms_norm.py", "tests/layers/test_rms_norm.py"]
+KERNELS = ["tests/kernels/test_kernels.py", "tests/kernels/test_rms_norm.py", "tests/layers/test_rms_norm.py"]
 ORACLE = {
     "test_gradient_is_the_definition": [
         "qwen3-full-fisher",  # norms of heads
@@ -49,10 +49,8 @@ ORACLE = {
     "test_running_means_over_microbatches_and_steps": ["interacting"],
     "test_packed_sequences_give_the_same_gradient_as_padded_ones": ["fisher"],
 }
-TOKEN_WEIGHTS = {
-    "test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"],
-    "test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"],
-}
+UNSCALED = {"test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"]}
+TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"]}
 
 
 def run_interpreted(*tests):
@@ -81,7 +79,7 @@ def test_the_interpreted_kernels_agree_with_plain_pytorch(path):
 
 
 def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
-    files = {"test_oracle": ORACLE, "test_token_weights_oracle": TOKEN_WEIGHTS}
+    files = {"test_oracle": ORACLE, "test_unscaled": UNSCALED, "token_weights/test_gradients": TOKEN_WEIGHTS}
     nodes = [
         f"tests/{file}.py::{test}[{case}]"
         for file, tests in files.items()

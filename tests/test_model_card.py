@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 import isopo_trl
-from isopo_trl.callbacks import ValidationCallback
-from isopo_trl.model_card import _before, _replaced
+from isopo_trl.model_card import _before, _described, _replaced
+from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
 
 
@@ -89,6 +89,33 @@ def test_the_card_names_rule_settings_versions_and_paper(tmp_path):
         assert re.search(rf"{re.escape(name)}\)?: {re.escape(version.__version__)}", text), name
     assert "huggingface.co/papers/2512.23353" in text and "abrahamsen2025isopo" in text
     assert str(tmp_path) not in text.replace(snippet(text), "")
+
+
+def test_settings_of_the_weighting_are_told_where_it_is_used(tmp_path):
+    def text(folder, **settings):
+        training.build(tmp_path / folder, "qwen3", **settings).create_model_card()
+        return (tmp_path / folder / "README.md").read_text()
+
+    used = text("kpo", token_weights="kpo", kpo_process_noise=1e-5)
+    assert "Tokens were weighted by `kpo`" in used
+    for row in (
+        "`token_weights` | kpo",
+        "`kpo_process_noise` | 1e-05",
+        "`epsilon` | 0.0003",
+        "`epsilon_high` | 0.0004",
+    ):
+        assert f"| {row} |" in used, row
+    unused = text("none")
+    assert "| `token_weights` | none |" in unused
+    assert not any(words in unused for words in ("Tokens were weighted", "kpo_", "`epsilon"))
+
+
+def test_rules_and_weightings_describe_themselves():
+    class Halving:
+        name, description = "halving", "half of every gradient"
+
+    assert _described(Halving()) == "`halving` (half of every gradient)"
+    assert _described("halving") == "`halving`"
 
 
 def test_the_front_matter_is_valid_yaml(tmp_path):

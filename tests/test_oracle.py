@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 import isopo_trl.layers.linear
 import isopo_trl.layers.lm_head
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
-from isopo_trl.geometry.running import EXPECTATIONS
+from isopo_trl.rules.running import EXPECTATIONS
 from tests import oracle, tiny
 
 
@@ -159,7 +159,7 @@ def test_scored_rows_alone_give_the_same_gradient_at_the_head(rule, tmp_path, mo
 def test_tied_embedding_and_head_are_two_uses(family, rule, tmp_path):
     model = build(family, tie=True)
     trainer = trainer_for(model, tmp_path, rule=rule)
-    kinds = [row["rule"] for row in trainer.isopo.coverage() if row["shape"][0] == model.config.vocab_size]
+    kinds = [row["kind"] for row in trainer.isopo.coverage() if row["shape"][0] == model.config.vocab_size]
     assert kinds == ["embedding", "lm head"]
     rows = backward(trainer, BATCH())
     check(model, oracle.expected_gradients(model, reference(family, False, True), BATCH(), rows, rule))

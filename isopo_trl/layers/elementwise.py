@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..geometry import kernels
-from ..geometry.cost import Needs
 from ..geometry.statistics import elementwise_statistics
+from ..kernels import elementwise as kernel
 from ..microbatch import Microbatch
+from ..rules.rule import Rule
 from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, layer_backward
 
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
     sequences, samples, rule = microbatch.sequences, microbatch.samples, microbatch.rule
-    if microbatch.fused(v) and v.shape[1] <= kernels.MOST_FEATURES:
-        return kernels.elementwise_gradient(v, sequences, samples, microbatch.reach(index), index, dtype)
+    if microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
+        return kernel.elementwise_gradient(v, sequences, samples, microbatch.kernel_ledger(index), index, dtype)
     statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)
 
 
-class KeptLayer(Layer):
-    """A layer whose per-sequence gradients are vectors, always kept."""
+class VectorLayer(Layer):
+    """A layer whose per-sequence gradients are vectors, so small that they are always formed."""
 
-    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        return "kept" if any(needs) else "plain"
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
+        return "kept" if any(rule.needs) else "no statistics"
 
 
-class ElementwiseLayer(KeptLayer):
+class ElementwiseLayer(VectorLayer):
     """Vectors `w` of a module with `y_t = function(x_t, w)` position by position."""
 
     kind = "elementwise"
@@ -52,7 +52,7 @@ class ElementwiseLayer(KeptLayer):
         if has_own_forward(module) or not _is_elementwise(module, trainable, next(iter(sizes))[0]):
             raise Unsupported(
                 f"{type(module).__name__} does not apply its parameters position by position and feature by feature, "
-                "or is replaced by a fused kernel"
+                "or is replaced by a kernel of its own"
             )
         return True
 

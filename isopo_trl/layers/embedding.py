@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..geometry.cost import Needs
 from ..geometry.statistics import OneHotInputs, ghost_statistics
 from ..microbatch import Microbatch
+from ..rules.rule import Rule
 from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward, layer_backward
 
 
@@ -35,8 +35,8 @@ class EmbeddingLayer(Layer):
         scale = getattr(module, "embed_scale", None)
         return output if scale is None else output * _as(scale, output)
 
-    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        return "ghost" if any(needs) else "plain"
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
+        return "ghost" if any(rule.needs) else "no statistics"
 
 
 def _as(scale: Any, output: torch.Tensor) -> Any:

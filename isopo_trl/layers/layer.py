@@ -1,19 +1,15 @@
-"""What all kinds of layers share: putting a forward in place, and finding the current microbatch."""
+"""What all kinds of layers share: putting a forward in place, and finding the microbatch under way."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..geometry.cost import Needs
-
-
-if TYPE_CHECKING:
-    from ..attach import ISOPO
-    from ..microbatch import Microbatch
+from ..microbatch import CurrentMicrobatch, Microbatch
+from ..rules.rule import Rule
 
 
 # What a module's forward may raise when it is tried on inputs it was not made for
@@ -29,7 +25,7 @@ class Layer:
     One use of one module's parameters in the forward pass.
 
     Args:
-        isopo ([`~isopo_trl.ISOPO`]): the object it belongs to; it knows the current microbatch.
+        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
         module (`nn.Module`): the module whose parameters are trained.
         name (`str`): its name in the model.
         index (`int`): its place in the running statistics.
@@ -37,8 +33,8 @@ class Layer:
 
     kind: ClassVar[str]
 
-    def __init__(self, isopo: "ISOPO", module: nn.Module, name: str, index: int):
-        self.isopo = isopo
+    def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str, index: int):
+        self.current = current
         self.module = module
         self.name = name
         self.index = index
@@ -50,23 +46,27 @@ class Layer:
         """Whether this kind handles the module; raises [`Unsupported`] if only another setting of it is handled."""
         raise NotImplementedError
 
-    def forward(self, module: Any, microbatch: "Microbatch", *args: Any, **kwargs: Any) -> Any:
+    def forward(self, module: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
         """The module's forward while a microbatch is under way and gradients are recorded."""
         raise NotImplementedError
 
-    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        """How the statistics would be computed for a microbatch of this size."""
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
+        """
+        How the statistics are computed for a microbatch of this size: `"ghost"`, `"kept"` or `"blocks"` (see
+        [`~geometry.cost.choose_strategy`]), or `"no statistics"` where the rule needs none.
+        """
         raise NotImplementedError
 
     @property
-    def microbatch(self) -> "Microbatch | None":
+    def microbatch(self) -> Microbatch | None:
         """The microbatch under way, if the module's parameters take part in it."""
-        if not torch.is_grad_enabled() or self.isopo.current is None:
+        microbatch = self.current.microbatch
+        if microbatch is None or not torch.is_grad_enabled():
             return None
         # Read through the module: FSDP and PEFT swap parameters after the layer was planned
         for p in self.module._parameters.values():
             if p is not None and p.requires_grad:
-                return self.isopo.current
+                return microbatch
         return None
 
     def attach(self) -> None:
@@ -91,7 +91,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     microbatch = layer.microbatch if layer is not None and getattr(layer, "module", None) is module else None
     if microbatch is None:
         return type(module).forward(module, *args, **kwargs)
-    microbatch.touch(layer.module)
+    microbatch.add_to_graph(layer.module)
     if not args:  # the input given by name
         kind: Any = type(module)
         args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)
@@ -115,35 +115,35 @@ def layer_backward(backward: Callable) -> Callable:
     Mark the backward of a layer's function: its context knows the `microbatch`, and what it returns is first the
     gradient of the layer's input (or `None`), then those of parameters.
 
-    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.unscaled`]), the parameters' plain
-    gradients are kept aside, and the loss's own backward adds them to the rescaled ones. So whoever waits for the
-    parameters' gradients (DDP, FSDP2, DeepSpeed) sees them once.
+    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.backward_of_term`]), the parameters'
+    gradients are put aside as they are, and the loss's own backward adds them to the rescaled ones. So whoever waits
+    for the parameters' gradients (DDP, FSDP2, DeepSpeed) sees them once.
     """
 
     @once
     @functools.wraps(backward)
     def run(ctx, *gradients):
         microbatch = ctx.microbatch
-        if microbatch.plain is None:
+        if microbatch.of_terms is None:
             return backward(ctx, *gradients)
-        kept, ctx.unscaled = getattr(ctx, "unscaled", None), None
-        if not microbatch.recording:
-            return _added(backward(ctx, *gradients), kept)
+        aside, ctx.aside = getattr(ctx, "aside", None), None
+        if not microbatch.in_term:
+            return _added(backward(ctx, *gradients), aside)
         try:
-            ctx.microbatch = microbatch.plain
+            ctx.microbatch = microbatch.of_terms
             result = backward(ctx, *gradients)
         finally:
             ctx.microbatch = microbatch
-        ctx.unscaled = _added((None, *result[1:]), kept)
+        ctx.aside = _added((None, *result[1:]), aside)
         return result[0], *(None,) * (len(result) - 1)
 
     return run
 
 
-def _added(gradients: tuple, kept: tuple | None) -> tuple:
-    if kept is None:
+def _added(gradients: tuple, aside: tuple | None) -> tuple:
+    if aside is None:
         return gradients
-    return gradients[0], *(g if k is None else g + k for g, k in zip(gradients[1:], kept[1:], strict=True))
+    return gradients[0], *(g if x is None else g + x for g, x in zip(gradients[1:], aside[1:], strict=True))
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

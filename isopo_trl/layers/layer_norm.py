@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from ..microbatch import Microbatch
-from .elementwise import KeptLayer, elementwise_gradient
+from .elementwise import VectorLayer, elementwise_gradient
 from .layer import Unsupported, has_own_forward, layer_backward
 
 
-class LayerNormLayer(KeptLayer):
+class LayerNormLayer(VectorLayer):
     """`y = w * x_hat + b`: a position's gradient is `(g_t * x_hat_t, g_t)`, scale and shift together."""
 
     kind = "layer norm"

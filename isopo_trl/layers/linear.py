@@ -6,10 +6,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..geometry import kernels
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
+from ..kernels import linear as row_kernels
+from ..kernels import v as v_kernels
+from ..kernels.coefficients import usable
 from ..microbatch import Microbatch
+from ..rules.rule import Rule
 from .elementwise import elementwise_gradient
 from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward
 
@@ -34,18 +37,28 @@ class LinearLayer(Layer):
         x, weight, bias = autocast(x, weight, module.bias)
         return _Linear.apply(x, weight, bias, self, microbatch)
 
-    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
-        if not any(needs):
-            return "plain"
-        if "weight" not in self.parameters:
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
+        if not any(rule.needs):
+            return "no statistics"
+        if "weight" not in self.parameters:  # a bias alone is a vector
             return "kept"
         weight = self.module.get_parameter("weight")
         p, d = full_shape(weight)
-        fused = weight.is_cuda and kernels.ENABLED
-        if fused and not (needs.norm or needs.ntk):
-            return "ghost"
+        if isinstance(self.module, Conv1D):
+            p, d = d, p
         d += "bias" in self.parameters
-        return choose_strategy(sequences, length, p, d, samples, needs, weight.device.type)
+        kernels = usable(weight, sequences, samples, rule)
+        return linear_strategy(sequences, length, p, d, samples, rule.needs, weight.device.type, kernels)
+
+
+def linear_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str, kernels: bool) -> Strategy:
+    """
+    How a linear layer gets its statistics; arguments as in [`~geometry.cost.relative_costs`], and whether its kernels
+    are used: these take overlaps from products between rows in any case, which costs them one launch.
+    """
+    if kernels and not (needs.norm or needs.ntk):
+        return "ghost"
+    return choose_strategy(m, T, p, d, n, needs, device)
 
 
 class _Linear(torch.autograd.Function):
@@ -85,76 +98,74 @@ def linear_gradient(
     """
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         return None, elementwise_gradient(g, index, microbatch, dtype)
-    compute = _fused if g.dtype == a.dtype and microbatch.fused(g) else _plain
-    total, g, a = compute(g, a, bias, index, microbatch, dtype)
+    kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
+    sequences, samples, needs = microbatch.sequences, microbatch.samples, microbatch.rule.needs
+    n = 0 if samples is None else len(samples.rows)
+    size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
+    strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
+    if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
+        total, g, a = _by_kernels(g, a, bias, index, microbatch, dtype, strategy)
+    else:
+        total, g, a = _by_torch(g, a, bias, index, microbatch, dtype, strategy)
     if total is None:
         total = g.t() @ a if g.dtype == dtype else product(g.t(), a).to(dtype)
         return total, g.sum(0).to(dtype) if bias else None
     return (total[:, :-1], total[:, -1]) if bias else (total, None)
 
 
-def _strategy(g: torch.Tensor, a: torch.Tensor, bias: bool, microbatch: Microbatch) -> Strategy:
-    sequences, samples = microbatch.sequences, microbatch.samples
-    n = 0 if samples is None else len(samples.rows)
-    shape = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
-    return choose_strategy(*shape, n, microbatch.rule.needs, g.device.type)
-
-
 _Total = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
-def _plain(
+def _by_torch(
     g: torch.Tensor,
     a: torch.Tensor,
     bias: bool,
     index: int,
     microbatch: Microbatch,
     dtype: torch.dtype,
+    strategy: Strategy,
 ) -> _Total:
     """The gradient, or `None` and the rows, one side of them scaled, whose product it is."""
     sequences, samples = microbatch.sequences, microbatch.samples
-    strategy = _strategy(g, a, bias, microbatch)
-    statistics, kept = linear_statistics(g, a, bias, sequences, samples, microbatch.rule.needs, strategy)
+    statistics, V = linear_statistics(g, a, bias, sequences, samples, microbatch.rule.needs, strategy)
     c = microbatch.coefficients(index, statistics)
-    if kept is not None:
-        return torch.einsum("m,mpd->pd", c.to(kept.dtype), kept).to(dtype), g, a
+    if V is not None:
+        return torch.einsum("m,mpd->pd", c.to(V.dtype), V).to(dtype), g, a
     c = c.to(g.dtype)
     if bias or g.shape[1] <= a.shape[1]:
         return None, sequences.scaled(g, c), a
     return None, g, sequences.scaled(a, c)  # the same product, with fewer elements to scale
 
 
-def _fused(
+def _by_kernels(
     g: torch.Tensor,
     a: torch.Tensor,
     bias: bool,
     index: int,
     microbatch: Microbatch,
     dtype: torch.dtype,
+    strategy: Strategy,
 ) -> _Total:
-    """The same with Triton's kernels. Overlaps always come from products between rows, which cost one launch."""
+    """The same with Triton's kernels."""
     sequences, needs = microbatch.sequences, microbatch.rule.needs
     samples: Any = microbatch.samples
-    explicit = needs.norm or needs.ntk
-    strategy: Strategy = _strategy(g, a, bias, microbatch) if explicit else "ghost"
-    if explicit and strategy == "ghost":
-        return _plain(g, a, bias, index, microbatch, dtype)
-    ledger = microbatch.reach(index)
+    ledger = microbatch.kernel_ledger(index)
     overlap: Any = None
     if needs.overlap:
-        overlap = kernels.overlap_coefficients(g, a, bias, sequences, samples, ledger, index, finish=not explicit)
+        finish = not (needs.norm or needs.ntk)
+        overlap = row_kernels.overlap_coefficients(g, a, bias, sequences, samples, ledger, index, finish)
     n = 0 if overlap is None else len(samples.rows)
     if strategy == "kept":
         V = product(sequences.padded(g).transpose(1, 2), with_ones(sequences.padded(a), bias))
-        kernels.v_coefficients(V, ledger, index, overlap, n)
-        return kernels.combined(V, ledger, index, dtype), g, a
+        v_kernels.v_coefficients(V, ledger, index, overlap, n)
+        return v_kernels.combined(V, ledger, index, dtype), g, a
     if strategy == "blocks":
         p, d = g.shape[1], a.shape[1] + bias
         rows = block_rows(sequences.count, d)
         sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
-        blocks = kernels.VBlocks(sizes, ledger, index, overlap, n)
+        blocks = v_kernels.VBlocks(sizes, ledger, index, overlap, n)
         for _, V in sequence_gradients(g, a, bias, sequences, rows):
             blocks.add(V)
     if bias or g.shape[1] <= a.shape[1]:
-        return None, kernels.scaled(g, sequences, ledger, index), a
-    return None, g, kernels.scaled(a, sequences, ledger, index)
+        return None, row_kernels.scaled(g, sequences, ledger, index), a
+    return None, g, row_kernels.scaled(a, sequences, ledger, index)

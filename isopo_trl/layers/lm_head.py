@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from ..geometry import kernels
-from ..geometry.coefficients import Rule
+from .. import trl_seam
 from ..geometry.cost import KEPT_LIMIT, Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import (
@@ -30,7 +26,10 @@ from ..geometry.statistics import (
     square_norms,
     with_ones,
 )
+from ..kernels.coefficients import usable
+from ..kernels.v import VSums
 from ..microbatch import Microbatch
+from ..rules.rule import Rule
 from .layer import Unsupported, full_shape, has_own_forward, layer_backward
 from .linear import LinearLayer
 
@@ -40,40 +39,41 @@ _TILE = 2**27
 
 
 class LMHeadLayer(LinearLayer):
-    """The LM head: called as a module, or through TRL's fused log-probabilities."""
+    """The LM head: called as a module, or through TRL's chunked log-probabilities."""
 
     kind = "lm head"
 
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
-        # TRL gives the instance a forward of its own for `cast_lm_head_to_fp32`; its fused path does not use it
+        # TRL gives the instance a forward of its own for `cast_lm_head_to_fp32`; its chunked function does not use it
         if not isinstance(module, nn.Linear) or set(trainable) - {"bias"} != {"weight"}:
             raise Unsupported("only an nn.Linear whose weight is trained is supported as LM head")
         return True
 
     def attach(self) -> None:
+        trl_seam.add_head(self)
         if type(self.module).forward is nn.Linear.forward and not has_own_forward(self.module):
             super().attach()
 
     def detach(self) -> None:
+        trl_seam.remove_head(self)
         if self.module.__dict__.get("_isopo_layer") is self:
             super().detach()
 
-    def strategy(self, sequences: int, length: int, samples: int, needs: Needs) -> str:
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         weight = self.module.get_parameter("weight")
         p, d = full_shape(weight)
-        device = weight.device.type
-        return head_strategy(sequences, length, p, d, samples, needs, device) if any(needs) else "plain"
+        d += "bias" in self.parameters
+        if not any(rule.needs):
+            return "no statistics"
+        return head_strategy(sequences, length, p, d, samples, rule.needs, weight.device.type)
 
-    def fused(self, *args: Any) -> Any:
-        """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs."""
+    def chunked_logps(self, *args: Any) -> Any:
+        """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs, in a microbatch."""
         microbatch = self.microbatch
-        own = self.module.get_parameter("weight")
-        # FSDP2's sharded weight arrives here as a whole; any other weight is another model's
-        if microbatch is None or not (args[1] is own or (isinstance(own, DTensor) and args[1].shape == own.shape)):
-            return ChunkedLogProbFunction.apply(*args)
-        microbatch.touched.append(args[1])
-        return _FusedLMHead.apply(*args, self, microbatch)
+        assert microbatch is not None
+        microbatch.in_graph.append(args[trl_seam.HEAD_WEIGHT])
+        return _ChunkedLMHead.apply(*args, self, microbatch)
 
 
 def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str = "cpu") -> Strategy:
@@ -89,7 +89,7 @@ def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: 
 
 def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | None]:
     """
-    Sequences and samples in the rows that TRL's fused head works on.
+    Sequences and samples in the rows that TRL's chunked log-probabilities work on.
 
     These are the predictions of tokens `1 .. T - 1`, all `B (T - 1)` of them, or (on devices with Triton) only the
     scored ones, in the same order.
@@ -97,8 +97,8 @@ def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | N
     B, T = microbatch.shape
     if microbatch.scored is None or microbatch.sequences.index is not None:
         raise RuntimeError(
-            "TRL's fused LM head was called, but ISOPO was not told which tokens are scored: pass `attention_mask` "
-            "and `completion_mask` to `ISOPO.microbatch`."
+            "TRL's chunked log-probabilities were called, but ISOPO was not told which tokens are scored: pass "
+            "`attention_mask` and `completion_mask` to `ISOPO.microbatch`."
         )
     scored = torch.zeros(B, T - 1, dtype=torch.bool, device=microbatch.scored.device)
     scored[:, T - 1 - microbatch.scored.shape[1] :] = microbatch.scored.bool()
@@ -114,12 +114,12 @@ def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | N
     return sequences, samples
 
 
-class _FusedLMHead(torch.autograd.Function):
+class _ChunkedLMHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *own, ctx.layer, ctx.microbatch = args
         ctx.sequences, ctx.samples = head_rows(own[0].shape[0], ctx.microbatch)
-        return ChunkedLogProbFunction.forward(ctx, *own)
+        return trl_seam.ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
     @layer_backward
@@ -131,7 +131,7 @@ class _FusedLMHead(torch.autograd.Function):
             )
         hidden, weight, bias, *_ = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with maybe_gather_lm_head_ctx(weight, bias):
+        with trl_seam.gathered_head(weight, bias):
             gradients = _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
@@ -228,8 +228,9 @@ class _HeadStatistics:
         self.explicit = strategy != "ghost" and (rule.needs.norm or rule.needs.ntk)
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
-            fused = kernels.usable(a, sequences.count, 0, rule)
-            self.from_V = kernels.VSums(rule) if fused else VStatistics(self.needs._replace(overlap=False), None)
+            without_overlap = self.needs._replace(overlap=False)
+            kernels = usable(a, sequences.count, 0, rule)
+            self.from_V = VSums(rule) if kernels else VStatistics(without_overlap, None)
 
     def add(self, tile: torch.Tensor) -> torch.Tensor | None:
         """Take in a tile `[N, width]`; returns the gradients `V` `[m, width, d]` where they are formed."""
@@ -264,9 +265,9 @@ def _logits_gradient(tile, targets, log_z, grad, start, settings):
     Turn logits `[rows, width]` into the gradient there, in place: `grad_t (1[v = target_t] - p_tv)`, taken back
     through the temperature, the soft cap and the scale of the logits, as TRL's backward does.
     """
-    rows, width = tile.shape
-    fused = chunked_logprob._use_triton(tile.device)
-    if not fused and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
+    width = tile.shape[1]
+    triton = trl_seam.head_uses_triton(tile.device)
+    if not triton and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
         # In place, in a third of the passes over memory that TRL's version for devices without Triton makes
         scale = settings["logit_scale"] * settings["inv_t"]
         slope = grad * scale
@@ -274,10 +275,4 @@ def _logits_gradient(tile, targets, log_z, grad, start, settings):
         place = targets - start
         hit = torch.where((place >= 0) & (place < width), slope, 0)
         return tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), hit.unsqueeze(1))
-    block = chunked_logprob._BLOCK_SIZE
-    function = chunked_logprob._backward_tile
-    if fused:
-        function = chunked_logprob._backward_kernel[(rows, -(-width // block))]
-    arguments = (tile, tile.stride(0), targets, log_z, log_z, grad, log_z, start, width)
-    function(*arguments, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=block, **settings)
-    return tile
+    return trl_seam.logits_gradient_tile(tile, targets, log_z, grad, start, settings)

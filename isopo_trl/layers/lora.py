@@ -6,19 +6,15 @@ PEFT computes `W x + scaling B(A(x))` with a module call, casts and an addition 
 adapter, no dropout, a plain frozen base layer), it is done here in one go, with half the operations of PEFT's.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
-from ..microbatch import Microbatch
+from ..microbatch import CurrentMicrobatch, Microbatch
 from .layer import Layer, autocast, has_own_forward, layer_backward
 from .linear import LinearLayer, linear_gradient
-
-
-if TYPE_CHECKING:
-    from ..attach import ISOPO
 
 
 class LoRALinear(Layer):
@@ -26,7 +22,7 @@ class LoRALinear(Layer):
     PEFT's linear layer around two factors that are trained.
 
     Args:
-        isopo ([`~isopo_trl.ISOPO`]): the object it belongs to.
+        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
         module (`peft.tuners.lora.layer.Linear`): the layer.
         adapter (`str`): the adapter's name.
         A, B ([`~layers.linear.LinearLayer`]): its factors.
@@ -34,14 +30,15 @@ class LoRALinear(Layer):
 
     kind = "lora"
 
-    def __init__(self, isopo: "ISOPO", module: nn.Module, adapter: str, A: LinearLayer, B: LinearLayer):
-        super().__init__(isopo, module, A.name.rpartition(".lora_A")[0], -1)
+    def __init__(self, current: CurrentMicrobatch, module: nn.Module, adapter: str, A: LinearLayer, B: LinearLayer):
+        super().__init__(current, module, A.name.rpartition(".lora_A")[0], -1)
         self.adapter, self.A, self.B = adapter, A, B
 
     @property
     def microbatch(self) -> Microbatch | None:
         module: Any = self.module
-        if self.isopo.current is None or not torch.is_grad_enabled():
+        microbatch = self.current.microbatch
+        if microbatch is None or not torch.is_grad_enabled():
             return None
         if module.disable_adapters or module.merged or module.active_adapters != [self.adapter]:
             return None
@@ -55,7 +52,7 @@ class LoRALinear(Layer):
         if has_own_forward(module.base_layer):
             return None
         # Their calls are skipped here, and with them what others do there: DeepSpeed, for one, gathers the weights
-        return None if _is_hooked(module.base_layer) or _is_hooked(A) or _is_hooked(B) else self.isopo.current
+        return None if _is_hooked(module.base_layer) or _is_hooked(A) or _is_hooked(B) else microbatch
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = module.base_layer
@@ -66,7 +63,7 @@ class LoRALinear(Layer):
         mixed = cast.dtype != A.weight.dtype and not torch.is_autocast_enabled(x.device.type)
         if args or kwargs or mixed or cast.dtype != weight.dtype or (bias is not None and bias.dtype != cast.dtype):
             return type(module).forward(module, x, *args, **kwargs)
-        microbatch.touch(A)
+        microbatch.add_to_graph(A)
         return _LoRA.apply(cast, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
 
 
@@ -75,7 +72,7 @@ def _is_hooked(module: nn.Module) -> bool:
     return bool(before or after or module._backward_pre_hooks or module._backward_hooks)
 
 
-def lora_linears(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[LoRALinear]:
+def lora_linears(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[LoRALinear]:
     """The layers of PEFT's whose factors are among `layers` and that are no more than a product."""
     planned = {layer.module: layer for layer in layers}
     found = []
@@ -95,7 +92,7 @@ def lora_linears(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[
             continue
         factors = [planned.get(factor[adapters[0]]) for factor in (module.lora_A, module.lora_B)]
         if all(isinstance(factor, LinearLayer) and factor.module.bias is None for factor in factors):
-            found.append(LoRALinear(isopo, module, adapters[0], *factors))  # type: ignore[arg-type]
+            found.append(LoRALinear(current, module, adapters[0], *factors))  # type: ignore[arg-type]
     return found
 
 

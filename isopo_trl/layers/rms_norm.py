@@ -1,20 +1,18 @@
-"""RMSNorm in the ways in which model families write it, fused on a GPU."""
+"""RMSNorm in the ways in which model families write it, one kernel each way on a GPU."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..geometry import kernels, rms_norm
-from ..geometry.rms_norm import Flavour
 from ..geometry.sequences import Sequences
-from ..microbatch import Microbatch
+from ..kernels import rms_norm
+from ..kernels.elementwise import elementwise_gradient
+from ..kernels.launch import takes
+from ..kernels.rms_norm import Flavour
+from ..microbatch import CurrentMicrobatch, Microbatch
 from .elementwise import ElementwiseLayer
 from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, layer_backward, once
-
-
-if TYPE_CHECKING:
-    from ..attach import ISOPO
 
 
 class RMSNormLayer(ElementwiseLayer):
@@ -31,16 +29,16 @@ class RMSNormLayer(ElementwiseLayer):
         return set(trainable) == {"weight"} and super().accepts(module, trainable) and flavour_of(module) is not None
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._fused(module, microbatch, x) or args or kwargs:
+        if not self._kernel_takes(module, microbatch, x) or args or kwargs:
             return super().forward(module, microbatch, x, *args, **kwargs)
         return _RMSNorm.apply(x, module.weight, self, microbatch)
 
-    def _fused(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
-        if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.fused(x):
+    def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
+        if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
             return False
         axes = self.axes(x, microbatch)
         in_place = axes == (0, 1) or (x.dim() == 3 and axes == (1,))  # [B, T, d], [1, B T, d], [B, T, H, d]
-        return in_place and kernels.takes(module.weight)
+        return in_place and takes(module.weight)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -61,29 +59,29 @@ class _RMSNorm(torch.autograd.Function):
         if x.dim() == 3:  # positions may come in one row
             grad = grad.reshape(*microbatch.shape, -1)
         dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, layer._flavour, sequences, samples)
-        ledger = microbatch.reach(layer.index)
-        total = kernels.elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums)
+        ledger = microbatch.kernel_ledger(layer.index)
+        total = elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums)
         return dx, total, None, None
 
 
 class FrozenRMSNorm(Layer):
-    """An RMSNorm that is not trained: fused for speed alone, as most of the operations of a LoRA step are norms'."""
+    """An RMSNorm that is not trained: here for speed alone, as most of the operations of a LoRA step are norms'."""
 
     kind = "frozen"
 
-    def __init__(self, isopo: "ISOPO", module: nn.Module, flavour: Flavour):
-        super().__init__(isopo, module, "", -1)
+    def __init__(self, current: CurrentMicrobatch, module: nn.Module, flavour: Flavour):
+        super().__init__(current, module, "", -1)
         self.flavour = flavour
 
     @property
     def microbatch(self) -> Microbatch | None:
-        return self.isopo.current if torch.is_grad_enabled() else None
+        return self.current.microbatch if torch.is_grad_enabled() else None
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = module.weight
         known = x.dim() in (3, 4) and x.shape[-1] <= rms_norm.MOST_FEATURES and x.shape[0] < 2**16
-        known = known and kernels.takes(x)
-        if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not kernels.takes(weight):
+        known = known and takes(x)
+        if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not takes(weight):
             return type(module).forward(module, x, *args, **kwargs)
         return _FrozenRMSNorm.apply(x, weight, self.flavour)
 
@@ -105,7 +103,7 @@ class _FrozenRMSNorm(torch.autograd.Function):
         return rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None)[0], None, None
 
 
-def frozen_norms(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:
+def frozen_norms(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:
     """The norms of `model` that are not among the trained `layers` and whose formula is known."""
     trained = {layer.module for layer in layers}
     found = []
@@ -114,7 +112,7 @@ def frozen_norms(isopo: "ISOPO", model: nn.Module, layers: list[Layer]) -> list[
         if alone and module not in trained and not has_own_forward(module):
             flavour = flavour_of(module)
             if flavour is not None:
-                found.append(FrozenRMSNorm(isopo, module, flavour))
+                found.append(FrozenRMSNorm(current, module, flavour))
     return found
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from trl.trainer import add_fused_lm_head
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
-from isopo_trl.objectives import ratio_sums
+from isopo_trl.token_weights import ratio_sums
 from tests import oracle, tiny, training
 from tests.distributed.validation_worker import Sharded, full_weights
 from tests.distributed.worker import RANK, STEPS, WORLD, build, deepspeed_config, microbatch
@@ -88,7 +88,7 @@ class WithForesight(ByHand):
         super().__init__(*args, **kwargs)
         self.ess = []
 
-    def _weigh_tokens(self, logps, behaviour, mask, inputs):
+    def _compute_loss(self, model, inputs):
         step, place = divmod(self._step, 2)
         pair, ratios, sums = self.batches[2 * step : 2 * step + 2], [], []
         for batch in pair:
@@ -98,8 +98,8 @@ class WithForesight(ByHand):
         if place == 0:
             r = torch.cat(ratios)
             self.ess.append((r.sum() ** 2 / (len(r) * r.square().sum())).item())
-        self._ratio_sums = sums[1 - place]
-        return super()._weigh_tokens(logps, behaviour, mask, inputs)
+        self.weighting.sums = sums[1 - place]
+        return super()._compute_loss(model, inputs)
 
 
 def train(output, mode, rule, weights, tokens, option=None):

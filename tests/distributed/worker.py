@@ -7,22 +7,19 @@ the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 """
 
-import contextlib
-import os
 import sys
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from trl.trainer import add_fused_lm_head
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from tests import oracle, tiny
+from tests.distributed.process_group import RANK, WORLD, full_weights, save
 
 
 STEPS = 3
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def microbatch(number, shortest=1):
@@ -131,14 +128,6 @@ def loop(output, rule, weights, shard):
     return model, isopo, {"wrapped": type(model).__name__}
 
 
-def gathered(parameters, mode):
-    if mode != "zero3":
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)
-
-
 def main(output, mode, rule, weights):
     torch.set_num_threads(1)
     if mode in ("trainer", "zero2", "zero3"):
@@ -146,21 +135,7 @@ def main(output, mode, rule, weights):
         model, isopo, result = train(output, rule, weights, stage)
     else:
         model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2")
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with gathered(list(trained.values()), mode):
-        state = {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-            for name, p in trained.items()
-        }
-    mean = isopo.state_dict()["running"]["mean"]
-    means = [mean]
-    if WORLD > 1:
-        means = [torch.empty_like(mean) for _ in range(WORLD)]
-        torch.distributed.all_gather(means, mean)
-    if RANK == 0:
-        torch.save({**result, "weights": state, "means": torch.stack(means)}, output)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    save({**result, "weights": full_weights(model), "mean": isopo.state_dict()["running"]["mean"]}, output)
 
 
 if __name__ == "__main__":

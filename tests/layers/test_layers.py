@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from isopo_trl import ISOPO
 from isopo_trl.geometry import cost
-from isopo_trl.geometry.coefficients import RULES
+from isopo_trl.rules import rule_names
 from tests import oracle
 
 
@@ -196,7 +196,7 @@ def check(layer, x, rule, packed=False, at="B T", samples=7):
 
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", rule_names())
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradient_is_the_definition(name, rule, packed):
     layer = build(name)
@@ -341,7 +341,7 @@ def test_outside_of_a_microbatch_the_layer_is_its_own(name):
     with torch.no_grad():
         assert torch.equal(model(x[:1]), plain(x[:1]))  # any shape: nothing is recorded
     isopo.end()
-    assert microbatch.reached == [0]
+    assert microbatch.visits == [0]
 
 
 @pytest.mark.parametrize("name", ["linear", "Conv1D", "LayerNorm", "llama's norm", "embedding"])
@@ -354,10 +354,10 @@ def test_a_deep_copy_is_the_plain_model_and_leaves_the_original_alone(name):
         twin = copy.deepcopy(model)
         twin(x).square().sum().backward()
         plain(x).square().sum().backward()
-        assert microbatch.reached == [0] and not microbatch.ledger.table.any()
+        assert microbatch.visits == [0] and not microbatch.ledger.table.any()
         assert all(p.grad is None for p in layer.parameters())
         model(x).square().sum().backward()
-        assert microbatch.reached == [1]
+        assert microbatch.visits == [1]
     for p, q in zip(twin.layer.parameters(), plain.parameters(), strict=True):
         assert p is not q and torch.equal(p.grad, q.grad)
     # The copy computes with its own parameters

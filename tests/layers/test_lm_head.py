@@ -1,4 +1,4 @@
-"""TRL's fused LM head, and the place where TRL looks it up."""
+"""The LM head under TRL's chunked log-probabilities, and the place where TRL looks these up."""
 
 import copy
 import itertools
@@ -8,12 +8,11 @@ import torch
 import trl.trainer.utils as trl_utils
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trl.kernels import ChunkedLogProbFunction
 
 from isopo_trl import ISOPO
 from isopo_trl.geometry import cost
-from isopo_trl.geometry.coefficients import RULES
 from isopo_trl.layers import lm_head
+from isopo_trl.rules import rule_names
 from tests import oracle
 
 
@@ -24,7 +23,7 @@ SCORED = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 1, 1]])  # of the last
 
 
 class LanguageModel(nn.Module):
-    """A head over given hidden states: what the fused path and the module path have in common."""
+    """A head over given hidden states: what the chunked path and the module path have in common."""
 
     def __init__(self, bias=False):
         super().__init__()
@@ -39,7 +38,7 @@ class LanguageModel(nn.Module):
 
 @pytest.fixture
 def float64_throughout(monkeypatch):
-    """TRL's fused head goes to float32 in places; here it cannot."""
+    """TRL's chunked function goes to float32 in places; here it cannot."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(torch, "float32", torch.float64)
 
@@ -57,7 +56,7 @@ def example(bias):
     return model, hidden, targets, weights
 
 
-def fused_logps(hidden, head, targets, temperature=1.0, softcap=None, logit_scale=1.0, chunk=4):
+def chunked_logps(hidden, head, targets, temperature=1.0, softcap=None, logit_scale=1.0, chunk=4):
     """As TRL's patched forward calls it."""
     return trl_utils._ChunkedLogProbFunction.apply(
         hidden, head.weight, head.bias, targets, temperature, chunk, softcap, logit_scale, ()
@@ -97,7 +96,7 @@ def check(rule, compact, bias, **settings):
     if not compact:
         keep[:] = True
     with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED) as microbatch:
-        logps = fused_logps(leaf[keep], model.lm_head, targets[keep], **settings)
+        logps = chunked_logps(leaf[keep], model.lm_head, targets[keep], **settings)
         (-weights[keep] * logps).sum().backward()
     samples = microbatch.samples
     rows = torch.tensor([], dtype=torch.long) if samples is None else samples.rows[~samples.absent]
@@ -111,8 +110,8 @@ def check(rule, compact, bias, **settings):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("compact", [False, True], ids=["all rows", "scored rows"])
 @pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
-@pytest.mark.parametrize("rule", RULES)
-def test_the_fused_head_has_the_gradient_of_the_definition(rule, strategy, compact, bias, monkeypatch):
+@pytest.mark.parametrize("rule", rule_names())
+def test_the_chunked_head_has_the_gradient_of_the_definition(rule, strategy, compact, bias, monkeypatch):
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     monkeypatch.setattr(lm_head, "_TILE", 50)  # several tiles over the vocabulary
     monkeypatch.setattr(cost, "KEPT_LIMIT", 70)
@@ -124,19 +123,19 @@ def test_the_fused_head_has_the_gradient_of_the_definition(rule, strategy, compa
     "settings", [{"temperature": 0.7}, {"softcap": 1.5}, {"logit_scale": 0.3}, {"temperature": 2.0, "softcap": 2.0}]
 )
 @pytest.mark.parametrize("compact", [False, True], ids=["all rows", "scored rows"])
-def test_the_fused_head_honours_what_happens_to_the_logits(compact, settings):
+def test_the_chunked_head_honours_what_happens_to_the_logits(compact, settings):
     check("fig4", compact, bias=True, **settings)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_microbatch_without_a_scored_token_gives_the_fused_head_a_zero_gradient(rule):
+@pytest.mark.parametrize("rule", rule_names())
+def test_a_microbatch_without_a_scored_token_gives_the_chunked_head_a_zero_gradient(rule):
     """On devices with Triton, TRL then hands over no row at all (`mask_truncated_completions`)."""
     model, hidden, targets, _ = example(bias=True)
     isopo = ISOPO(model, rule)
     none = torch.zeros_like(SCORED)
     leaf = hidden.flatten(0, 1)[:0].clone().requires_grad_()
     with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=none):
-        fused_logps(leaf, model.lm_head, targets.flatten()[:0]).sum().backward()
+        chunked_logps(leaf, model.lm_head, targets.flatten()[:0]).sum().backward()
     assert model.lm_head.weight.grad.abs().sum() == 0
     assert model.lm_head.bias.grad.abs().sum() == 0
 
@@ -177,69 +176,138 @@ def test_an_entropy_gradient_is_refused():
     ],
     ids=["no completion mask", "packed"],
 )
-def test_the_fused_head_says_what_it_has_not_been_told(where):
+def test_the_chunked_head_says_what_it_has_not_been_told(where):
     model, hidden, targets, _ = example(bias=False)
     with pytest.raises(RuntimeError, match="completion_mask"), ISOPO(model).microbatch(ADVANTAGES, **where):
-        fused_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+        chunked_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
 
 
-# The place where TRL looks the function up
+# The place where TRL looks the function up: calls go to the head that owns the weight
 
 
-def test_trl_has_its_own_function_outside_of_a_microbatch():
-    model, *_ = example(bias=False)
+def gradient(model, hidden, targets, weights):
+    """The head's gradient by TRL's chunked log-probabilities, added to what is there."""
+    logps = chunked_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+    return -(weights.flatten() * logps).sum()
+
+
+def trls_own(model, *data):
+    """The same as TRL's function gives it, on a copy that nobody is attached to."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    gradient(model, *data).backward()
+    return model.lm_head.weight.grad
+
+
+@pytest.mark.parametrize("how", ["never begun", "ended", "aborted", "an error", "detached"])
+def test_outside_of_a_microbatch_the_gradient_is_trls(how):
+    model, *data = example(bias=False)
+    isopo, where = ISOPO(model), {"attention_mask": ATTENTION, "completion_mask": SCORED}
+    if how == "an error":
+        with pytest.raises(KeyboardInterrupt), isopo.microbatch(ADVANTAGES, **where):
+            raise KeyboardInterrupt
+    elif how != "never begun":
+        isopo.begin(ADVANTAGES, **where)
+        {"ended": isopo.end, "aborted": isopo.abort, "detached": isopo.detach}[how]()
+    gradient(model, *data).backward()
+    assert torch.equal(model.lm_head.weight.grad, trls_own(model, *data))
+
+
+def test_the_head_of_another_model_is_left_to_trl_in_a_microbatch():
+    model, *data = example(bias=False)
+    other = copy.deepcopy(model)
     isopo = ISOPO(model)
-    where = {"attention_mask": ATTENTION, "completion_mask": SCORED}
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-    isopo.begin(ADVANTAGES, **where)
-    assert trl_utils._ChunkedLogProbFunction is not ChunkedLogProbFunction
-    isopo.end()
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-    isopo.begin(ADVANTAGES, **where)
-    isopo.abort()
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-    isopo.begin(ADVANTAGES, **where)
-    isopo.begin(ADVANTAGES, **where)  # the first was never ended
-    isopo.end()
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-    isopo.begin(ADVANTAGES, **where)
-    isopo.detach()
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-
-
-def test_an_error_in_a_microbatch_gives_trl_its_own_function_back():
-    model, *_ = example(bias=False)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        ISOPO(model).microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED),
-    ):
-        raise KeyboardInterrupt
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
+    microbatch = isopo.begin(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED)
+    gradient(other, *data).backward()
+    assert torch.equal(other.lm_head.weight.grad, trls_own(model, *data)) and microbatch.visits == [0]
 
 
 def test_a_frozen_head_is_left_to_trl():
-    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), LanguageModel().requires_grad_(False))
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), LanguageModel().requires_grad_(False)).double()
     model.get_output_embeddings = lambda: model[1].lm_head
+    _, hidden, targets, weights = example(bias=False)
+    inputs = [model[0](hidden).detach().requires_grad_() for _ in range(2)]
     isopo = ISOPO(model)
-    isopo.begin(ADVANTAGES, attention_mask=ATTENTION)
-    assert trl_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-    isopo.end()
+    microbatch = isopo.begin(ADVANTAGES, attention_mask=ATTENTION)  # the head would ask for the completion mask
+    gradient(model[1], inputs[0], targets, weights).backward()
+    isopo.abort()
+    gradient(model[1], inputs[1], targets, weights).backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad) and microbatch.visits == [0]
 
 
-def test_without_gradients_the_fused_head_is_trls():
+STAGES = ("begin", "forward", "backward", "end")
+ORDERS = [order for order in itertools.combinations(range(8), 4)]  # the places of the first's stages among all
+
+
+class Run:
+    """A microbatch of one model, stage by stage."""
+
+    def __init__(self, model, data, rule):
+        self.model, self.data = model, data
+        self.isopo = ISOPO(model, rule, fisher_samples=9)
+
+    def begin(self):
+        self.isopo.begin(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED)
+
+    def forward(self):
+        self.loss = gradient(self.model, *self.data)
+
+    def backward(self):
+        self.loss.backward()
+
+    def end(self):
+        self.isopo.end()
+        return self.model.lm_head.weight.grad
+
+
+def two_runs():
+    """Models of one shape, as two trainers in a process may have, with rules and weights of their own."""
+    model, *data = example(bias=False)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(0.5)
+    return Run(model, data, "fisher"), Run(other, data, "interacting")
+
+
+def alone(run):
+    for stage in STAGES:
+        result = getattr(run, stage)()
+    return result
+
+
+@pytest.mark.parametrize("intruder", [None, "attach", "detach", "abort"])
+def test_microbatches_of_two_models_in_any_order_are_those_of_each_alone(intruder):
+    expected = [alone(run) for run in two_runs()]
+    assert not torch.allclose(*expected)
+    for order in ORDERS:
+        runs, done = two_runs(), [0, 0]
+        bystander = ISOPO(example(bias=False)[0])
+        others = []
+        for place in range(8):
+            which = int(place not in order)
+            result = getattr(runs[which], STAGES[done[which]])()
+            done[which] += 1
+            if done[which] == len(STAGES):
+                assert torch.equal(result, expected[which]), order
+            # Somebody else comes or goes between any two stages
+            if intruder == "attach":
+                others.append(ISOPO(example(bias=False)[0]))
+                others[-1].begin(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED)
+            elif intruder is not None:
+                bystander.begin(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED)
+                getattr(bystander, intruder)()
+
+
+def test_without_gradients_the_chunked_head_is_trls():
     model, hidden, targets, _ = example(bias=True)
     direct = direct_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
     isopo = ISOPO(model)
     microbatch = isopo.begin(ADVANTAGES, attention_mask=ATTENTION)
     with torch.no_grad():
-        logps = fused_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
+        logps = chunked_logps(hidden.flatten(0, 1), model.lm_head, targets.flatten())
     isopo.end()
     torch.testing.assert_close(logps.double(), direct.detach(), rtol=1e-5, atol=1e-5)
-    assert microbatch.reached == [0]
+    assert microbatch.visits == [0]
 
 
 class Shapes(TorchDispatchMode):
@@ -270,7 +338,7 @@ def test_tokens_times_vocabulary_never_exists(strategy, rule, limit, monkeypatch
         isopo = ISOPO(model, rule)
         with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
             leaf = hidden.flatten(0, 1).requires_grad_()
-            loss = fused_logps(leaf, model.lm_head, targets.flatten(), chunk=chunk).sum()
+            loss = chunked_logps(leaf, model.lm_head, targets.flatten(), chunk=chunk).sum()
             with Shapes() as seen:
                 loss.backward()
         isopo.detach()

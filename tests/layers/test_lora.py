@@ -72,17 +72,17 @@ def run(model, isopo, x, call=None):
     isopo.begin(ADVANTAGES[:B], attention_mask=MASK)
     output = (call or model)(x)
     (output.double() * weight).sum().backward()
-    reached = isopo.current.reached
+    reached = isopo.current.visits
     isopo.abort()
     return output.detach(), x.grad, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}, reached
 
 
 def fused_of(isopo):
-    return [layer for layer in isopo._fused if isinstance(layer, LoRALinear)]
+    return [layer for layer in isopo._shortcuts if isinstance(layer, LoRALinear)]
 
 
 def unfused(isopo):
-    for layer in isopo._fused:
+    for layer in isopo._shortcuts:
         layer.detach()
     return isopo
 
@@ -407,7 +407,7 @@ def test_outside_of_a_microbatch_and_without_gradients_the_layer_is_pefts(calls)
     with torch.no_grad():
         assert torch.equal(model(inputs()[:1]), plain(inputs()[:1]))  # any shape: nothing is recorded
     isopo.end()
-    assert calls == [] and not any(microbatch.reached)
+    assert calls == [] and not any(microbatch.visits)
 
 
 def test_frozen_factors_are_left_to_peft(calls):
@@ -439,7 +439,7 @@ def test_a_deep_copy_is_the_plain_model_and_leaves_the_original_alone(calls):
         twin = copy.deepcopy(model)
         assert torch.equal(twin(inputs()), plain(inputs()))
         twin(inputs()).sum().backward()
-        assert calls == [] and not any(microbatch.reached) and all(p.grad is None for p in model.parameters())
+        assert calls == [] and not any(microbatch.visits) and all(p.grad is None for p in model.parameters())
         model(inputs()).sum().backward()
     assert len(calls) == 2
     with torch.no_grad():

@@ -20,12 +20,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from isopo_trl import ISOPO
-from isopo_trl.geometry import kernels
-from isopo_trl.geometry.rms_norm import Flavour
+from isopo_trl.kernels import launch
+from isopo_trl.kernels.rms_norm import Flavour
 from isopo_trl.layers import rms_norm
 from isopo_trl.layers.rms_norm import FrozenRMSNorm, RMSNormLayer, flavour_of
-from tests import fused
-from tests.fused import DEVICE, EXACT
+from tests.kernels import batches
+from tests.kernels.batches import DEVICE, EXACT
 
 
 B, T, H, D = 3, 4, 2, 5
@@ -186,7 +186,7 @@ def test_a_frozen_norm_is_not_among_the_trained_parameters():
     for k in (0, 3, 4):
         model[k].requires_grad_(False)
     isopo = ISOPO(model)
-    frozen = [layer.module for layer in isopo._fused if isinstance(layer, FrozenRMSNorm)]
+    frozen = [layer.module for layer in isopo._shortcuts if isinstance(layer, FrozenRMSNorm)]
     assert frozen == [model[0]]
     assert [row["parameter"] for row in isopo.coverage()] == ["1.weight", "1.bias", "2.weight"]
     assert [type(layer) for layer in isopo.layers if layer.name == "2"] == [RMSNormLayer]
@@ -234,7 +234,7 @@ def run(model, x, use, axes=(0, 1), rule="fisher"):
     isopo.begin(ADVANTAGES.to(DEVICE), attention_mask=MASK.to(DEVICE))
     output = model(x)
     (use(output) * use(cotangent * real(x, axes))).sum().backward()
-    reached = isopo.current.reached
+    reached = isopo.current.visits
     isopo.detach()
     assert reached == [1]
     return output.detach(), x.grad, model.layer.weight.grad.clone()
@@ -245,7 +245,7 @@ def both(model, x, monkeypatch, **settings):
     use = settings.pop("use", lambda y: y)
     mine = run(model, x, use, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "ENABLED", False)
+        patch.setattr(launch, "ENABLED", False)
         theirs = run(model, x, use, **settings)
     return mine, theirs
 
@@ -258,7 +258,7 @@ LAYOUTS = {
 }
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(B, T), (1, B * T), (B, T, H)], ids=str)
@@ -276,7 +276,7 @@ def test_the_fused_norm_gives_what_the_module_gives(kind, shape, layout, calls, 
         torch.testing.assert_close(ours, plain, **CLOSE)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("rule", ["fig4", "interacting", "none"])
 @pytest.mark.parametrize("heads", [(), (H,)], ids=["", "heads"])
@@ -287,7 +287,7 @@ def test_the_fused_norm_serves_every_rule(heads, rule, calls, monkeypatch):
         torch.testing.assert_close(ours, plain, **CLOSE)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.parametrize(("x_dtype", "dtype"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm], ids=lambda kind: kind.__name__)
 def test_an_input_and_a_weight_of_different_types_give_the_modules_type(kind, x_dtype, dtype, calls, monkeypatch):
@@ -302,7 +302,7 @@ def test_an_input_and_a_weight_of_different_types_give_the_modules_type(kind, x_
         torch.testing.assert_close(ours, plain, rtol=5e-3, atol=5e-3)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("heads", [H, T])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm], ids=lambda kind: kind.__name__)
@@ -322,7 +322,7 @@ def test_heads_before_positions_take_the_general_way(kind, heads, calls, monkeyp
         torch.testing.assert_close(ours, other, **CLOSE)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 def test_positions_in_one_row_before_heads_are_right(monkeypatch):
     """`[B T, H, d]`."""
@@ -333,13 +333,13 @@ def test_positions_in_one_row_before_heads_are_right(monkeypatch):
         torch.testing.assert_close(ours, plain, **CLOSE)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 def test_where_positions_are_is_remembered_for_as_many_heads_as_positions(monkeypatch):
     """`[B, H, T, d]`, laid out in memory as it reads: with H = T nothing in the tensor tells the two apart."""
     gradients = []
     for enabled in (True, False):
-        monkeypatch.setattr(kernels, "ENABLED", enabled)
+        monkeypatch.setattr(launch, "ENABLED", enabled)
         model = build(LlamaRMSNorm)
         isopo = ISOPO(model, "fisher", scale="paper", fisher_samples=1000)
         for length in (6, 3):
@@ -387,7 +387,7 @@ def heads_first(x):
     return x.unsqueeze(1) if x.dim() == 3 else x.squeeze(1)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("turn", [lambda x: x, heads_first], ids=["B T d", "B H T d"])
 @pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
@@ -396,7 +396,7 @@ def test_a_frozen_norm_gives_what_the_module_gives(kind, turn, calls):
     isopo = ISOPO(model, "fisher", fisher_samples=7)
     mine = train(model, isopo, inputs(B, T), turn=turn)
     assert calls == ["_FrozenRMSNorm"]
-    for layer in isopo._fused:
+    for layer in isopo._shortcuts:
         layer.detach()
     theirs = train(model, isopo, inputs(B, T), turn=turn)
     assert calls == ["_FrozenRMSNorm"] and model.norm.weight.grad is None
@@ -404,7 +404,7 @@ def test_a_frozen_norm_gives_what_the_module_gives(kind, turn, calls):
         torch.testing.assert_close(ours, plain, **CLOSE)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 @pytest.mark.parametrize("kind", [*FAMILIES, T5LayerNorm], ids=lambda kind: kind.__name__)
 def test_a_frozen_norm_of_another_type_gives_the_modules_type(kind, calls):
     norm = build(kind, trained=False).layer.half()
@@ -423,7 +423,7 @@ def test_a_frozen_norm_of_another_type_gives_the_modules_type(kind, calls):
     torch.testing.assert_close(mine.grad, other.grad, rtol=2e-3, atol=2e-3)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 def test_a_frozen_norm_is_the_module_wherever_nothing_is_to_be_gained(calls):
     model = with_frozen(LlamaRMSNorm)
     norm, plain = model.norm, copy.deepcopy(model.norm)
@@ -456,7 +456,7 @@ def test_a_frozen_norm_is_the_module_wherever_nothing_is_to_be_gained(calls):
     assert is_plain(x)
 
 
-@fused.needs_kernels
+@batches.needs_kernels
 def test_a_frozen_norm_refuses_a_second_derivative():
     model = with_frozen(LlamaRMSNorm)
     isopo = ISOPO(model)

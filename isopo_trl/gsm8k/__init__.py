@@ -1,0 +1,15 @@
+"""GSM8K and files in its format: problems as prompts, and rewards for their answers."""
+
+from .data import as_prompts, load_gsm8k
+from .rewards import extract_answer, format_reward, gsm8k_reward, math_verify_reward, strict_gsm8k_reward
+
+
+__all__ = [
+    "as_prompts",
+    "extract_answer",
+    "format_reward",
+    "gsm8k_reward",
+    "load_gsm8k",
+    "math_verify_reward",
+    "strict_gsm8k_reward",
+]

@@ -1,0 +1,393 @@
+"""ISOPO on a model, for a training loop of one's own."""
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .geometry.sequences import Sequences, draw_samples
+from .layers.plan import ADVICE, coverage, full_name, parameter_names, plan, shortcuts, trained_parameters
+from .microbatch import CurrentMicrobatch, Microbatch
+from .rules.ledger import Ledger
+from .rules.registry import make_rule
+from .rules.rule import Rule
+from .rules.running import RunningStatistics
+
+
+class ISOPO:
+    """
+    ISOPO attached to a model, for a training loop of one's own; [`ISOPOTrainer`] uses the same object.
+
+    While a microbatch is under way, every trained layer's backward returns `sum_s c_s V_s` in place of `sum_s V_s`:
+    `V_s` is the gradient of the loss over sequence `s`, which must not contain the advantage, and `c_s` comes from the
+    rule and the advantage. Everything else (accumulation, clipping, DDP, FSDP2, checkpointing) works as before.
+
+    Example:
+
+    ```python
+    isopo = ISOPO(model, rule="fisher")
+    for batch in batches:
+        optimizer.zero_grad()
+        with isopo.microbatch(batch["advantages"], attention_mask=batch["attention_mask"]):
+            logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            logps = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+            loss = -(logps * batch["completion_mask"][:, 1:]).sum()  # without the advantages
+            loss.backward()
+        isopo.step()  # once per optimizer step
+        optimizer.step()
+    ```
+
+    Args:
+        model (`nn.Module`):
+            Model to train, before it is wrapped for distributed training. Parameters that do not require a gradient
+            are left alone; every other must belong to a supported layer.
+        rule (`str` or [`Rule`], *optional*, defaults to `"fisher"`):
+            A registered rule's name, or a rule.
+        settings:
+            Settings of a rule that is given by its name: for the paper's, `fisher_power`, `norm_power`,
+            `relative_power`, `regularization`, `keep_small` and `scale`, see [`ISOPOConfig`].
+        regularization_decay (`float`, *optional*, defaults to `0.9`):
+            See [`ISOPOConfig`].
+        fisher_samples (`int`, *optional*, defaults to `64`):
+            See [`ISOPOConfig`].
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the stream from which the sampled positions are drawn. The global random stream is not touched.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: str | Rule = "fisher",
+        *,
+        regularization_decay: float = 0.9,
+        fisher_samples: int = 64,
+        seed: int = 0,
+        **settings: Any,
+    ):
+        self.rule = make_rule(rule, **settings)
+        check_settings(regularization_decay, fisher_samples)
+        self.regularization_decay = regularization_decay
+        self.fisher_samples = fisher_samples
+        self.seed = seed
+        self._current = CurrentMicrobatch()
+        self._draws = 0
+        self._last: tuple[Ledger, list[int]] | None = None
+        self._running: RunningStatistics | None = None
+        self._unscaled: RunningStatistics | None = None  # of rule "none", for terms without an advantage
+        self._loaded: dict[str, Any] | None = None
+        self._model = model
+        self._parameters_are_planned = False  # checked once per optimizer step
+        self._every_layer_was_reached = False  # checked in the first backward
+        self.layers = plan(self._current, model)
+        self._planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
+        self._shortcuts = shortcuts(self._current, model, self.layers)
+        for layer in (*self.layers, *self._shortcuts):
+            layer.attach()
+
+    @property
+    def current(self) -> Microbatch | None:
+        """The microbatch under way, if there is one."""
+        return self._current.microbatch
+
+    def detach(self) -> None:
+        """Give the model its own layers back."""
+        self.abort()
+        for layer in (*self.layers, *self._shortcuts):
+            layer.detach()
+
+    # One microbatch
+
+    @contextmanager
+    def microbatch(self, advantages: torch.Tensor, **kwargs: Any) -> Iterator[Microbatch]:
+        """
+        Context in which a microbatch's forward and backward run, once each; see [`begin`] for the arguments.
+        """
+        microbatch = self.begin(advantages, **kwargs)
+        try:
+            yield microbatch
+            if self.current is not microbatch:
+                raise RuntimeError("Another microbatch began inside this one: end one before the next begins.")
+            if not any(microbatch.visits):
+                raise RuntimeError(
+                    "No trained layer was reached by a backward pass in this microbatch: run both the forward and "
+                    "the backward inside the `with` block."
+                )
+        except BaseException:
+            self.abort()
+            raise
+        self.end()
+
+    def begin(
+        self,
+        advantages: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        sequence_ids: torch.Tensor | None = None,
+        completion_mask: torch.Tensor | None = None,
+        loss_scale: float = 1.0,
+    ) -> Microbatch:
+        """
+        Begin a microbatch: from here to [`end`], backward passes are ISOPO's.
+
+        Args:
+            advantages (`torch.Tensor`):
+                `[m]`, one per sequence. Negative values are fine: the coefficient carries the sign.
+            attention_mask (`torch.Tensor`, *optional*):
+                `[B, T]`, for one sequence per row: nonzero at real positions, from which the Fisher samples are drawn.
+            sequence_ids (`torch.Tensor`, *optional*):
+                `[B, T]`, in place of the mask where rows hold several sequences: the sequence `0 .. m - 1` of each
+                position, `-1` for padding.
+            completion_mask (`torch.Tensor`, *optional*):
+                `[B, C]`, only for TRL's chunked log-probabilities: which of the last `C` tokens are scored.
+            loss_scale (`float`, *optional*, defaults to `1.0`):
+                Constant that the loss is multiplied by and that may change from step to step, such as one over the
+                number of accumulated microbatches.
+        """
+        if (attention_mask is None) == (sequence_ids is None):
+            raise ValueError("Give either `attention_mask` (one sequence per row) or `sequence_ids`.")
+        positions = attention_mask if attention_mask is not None else sequence_ids
+        assert positions is not None
+        if positions.dim() != 2:
+            raise ValueError(f"Positions must have shape [B, T], got {list(positions.shape)}.")
+        B, T = positions.shape
+        if advantages.dim() != 1 or (attention_mask is not None and len(advantages) != B):
+            expected = f"[{B}], one per row" if attention_mask is not None else "[m], one per sequence"
+            raise ValueError(
+                f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
+                "per-token advantages are not supported (put token weights into the loss)."
+            )
+        if not self._parameters_are_planned:
+            self._refuse_new_parameters()
+            self._parameters_are_planned = True
+        if attention_mask is not None:
+            sequences, real = Sequences.regular(B, T), attention_mask != 0
+        else:
+            sequences, real = Sequences.from_ids(positions.reshape(-1), len(advantages)), positions >= 0
+        samples = None
+        if self.rule.needs.overlap:
+            # The draw is a function of (seed, microbatch number over all ranks): nothing but a counter to save
+            world, rank = _world()
+            seed = (self.seed * 1_000_003 + self._draws * world + rank) % 2**63
+            samples = draw_samples(real, self.fisher_samples, seed)
+        self._draws += 1
+        self._close()
+        self._current.microbatch = Microbatch(
+            shape=(B, T),
+            sequences=sequences,
+            samples=samples,
+            advantages=advantages.detach(),
+            rule=self.rule,
+            running=self._statistics(advantages.device),
+            loss_scale=loss_scale,
+            scored=completion_mask,
+        )
+        return self._current.microbatch
+
+    def unscaled(self, term: torch.Tensor) -> None:
+        """
+        Add the gradient of a loss term that carries no advantage, such as a KL or entropy term, to the microbatch
+        under way: it reaches the parameters as it is. Call between the forward and the backward of the loss, which
+        must not contain the term. Costs one more backward pass.
+
+        Args:
+            term (`torch.Tensor`):
+                Scalar, computed from the same forward pass as the loss.
+        """
+        microbatch = self.current
+        if microbatch is None:
+            raise RuntimeError("`unscaled` was called outside of a microbatch: call it before the loss's backward.")
+        if any(microbatch.visits):
+            raise RuntimeError("`unscaled` was called after the loss's backward had begun: call it before.")
+        if not microbatch.in_graph:
+            raise RuntimeError(
+                "No trained layer took part in the forward with gradients, so `unscaled` has nothing to go back "
+                "through. With gradient checkpointing, use the variant with `use_reentrant=False`."
+            )
+        if self._unscaled is None:
+            rule = make_rule("none")
+            self._unscaled = RunningStatistics(len(self.layers), self.regularization_decay, rule, term.device)
+        microbatch.backward_of_term(term, self._unscaled)
+
+    def end(self) -> None:
+        """
+        End the microbatch and verify that its backward reached no layer twice, and (the first one) every layer.
+        """
+        self._close()
+
+    def abort(self) -> None:
+        """Forget the microbatch under way."""
+        if self.current is not None:
+            self.current.closed = True
+        self._current.microbatch = None
+
+    def _close(self) -> None:
+        """Close the microbatch under way, if there is one, and take its figures into the step's."""
+        microbatch, self._current.microbatch = self.current, None
+        if microbatch is None:
+            return
+        microbatch.closed = True
+        if any(microbatch.visits):
+            self._verify_visits(microbatch.visits)
+            self._verify_terms(microbatch)
+            self._every_layer_was_reached = True
+            self._last = (microbatch.ledger, microbatch.visits)
+            microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.visits])
+
+    def _refuse_new_parameters(self) -> None:
+        """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
+        new = trained_parameters(self._model) - self._planned
+        if new:
+            places = {module: place for place, module in self._model.named_modules()}
+            names = sorted(full_name(places[module], name) for module, name in new)
+            raise RuntimeError(
+                f"{', '.join(names[:8])} became trainable after ISOPO was attached, so nothing would rescale the "
+                "gradient: set `requires_grad` (or the adapter) before attaching, or `detach` and attach again."
+            )
+
+    def _verify_visits(self, visits: list[int]) -> None:
+        allowed = (0, 1) if self._every_layer_was_reached else (1,)
+        wrong = [(layer, times) for layer, times in zip(self.layers, visits, strict=True) if times not in allowed]
+        if wrong:
+            listed = "; ".join(f"{', '.join(parameter_names(layer))}: {times} times" for layer, times in wrong[:10])
+            more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+            raise RuntimeError(
+                "The backward pass must reach every trained layer exactly once, but reached " + listed + more + ". "
+                "Zero means that the layer took no part in the loss, or that something else replaced its forward; "
+                "more than one, that it is shared between places of the model. To go on, " + ADVICE
+            )
+
+    def _verify_terms(self, microbatch: Microbatch) -> None:
+        """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
+        if microbatch.of_terms is None:
+            return
+        both = zip(self.layers, microbatch.of_terms.visits, microbatch.visits, strict=True)
+        lost = [parameter_names(layer)[0] for layer, of_term, of_loss in both if of_term and not of_loss]
+        if lost:
+            raise RuntimeError(
+                f"The term given to `unscaled` reached {', '.join(lost[:8])}, but the loss did not, so its gradient "
+                "there is lost: take the term from what the loss is computed from, or freeze these layers."
+            )
+
+    # One optimizer step
+
+    def step(self) -> dict[str, float]:
+        """
+        Close an optimizer step: update the running statistics over all its microbatches and ranks, and return the
+        step's figures (see [`~rules.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
+        after the last backward: without it there are no running means, and every microbatch goes by its own.
+
+        `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite: do not step the
+        optimizer if it is not zero.
+        """
+        self._close()
+        if self._running is None:
+            raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
+        self._parameters_are_planned = False
+        return self._running.step()
+
+    def _statistics(self, device: torch.device) -> RunningStatistics:
+        """The running statistics, made on first use on the device of the data."""
+        if self._running is None:
+            self._running = RunningStatistics(len(self.layers), self.regularization_decay, self.rule, device)
+            if self._loaded is not None:
+                self._running.load_state_dict(self._loaded)
+                self._loaded = None
+        return self._running
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Running statistics and the place in the sample stream; the same on every rank."""
+        running = self._running.state_dict() if self._running is not None else self._loaded
+        return {
+            "layers": [name for layer in self.layers for name in parameter_names(layer)],
+            "rule": self.rule.settings,
+            "draws": self._draws,
+            "running": running,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what [`state_dict`] returned; refuses the state of another model or rule."""
+        own = self.state_dict()
+        if state["layers"] != own["layers"]:
+            difference = sorted(set(state["layers"]) ^ set(own["layers"]))[:6]
+            raise ValueError(
+                "The saved ISOPO statistics belong to other trained parameters (they differ in "
+                f"{', '.join(difference) or 'order'}): resume with the same model and the same trained parameters."
+            )
+        saved = _saved_settings(state["rule"])
+        if saved != own["rule"]:
+            raise ValueError(
+                f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
+                f"{_listed(own['rule'])}: resume with the saved settings, or start a new run from the saved weights."
+            )
+        self._draws = state["draws"]
+        if self._running is not None and state["running"] is not None:
+            self._running.load_state_dict(state["running"])
+        else:
+            self._loaded = state["running"]
+
+    # What was done
+
+    def multipliers(self) -> dict[str, torch.Tensor]:
+        """
+        `c_s / A_s` of each sequence of the last microbatch, `[m]` (NaN where the advantage is zero), for each layer
+        that its backward reached, by the name of its first parameter.
+        """
+        if self._last is None:
+            raise RuntimeError("`multipliers` was called before any microbatch had ended.")
+        ledger, visits = self._last
+        advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
+        table = (ledger.table[:, 0] / advantages).cpu()
+        return {parameter_names(layer)[0]: table[layer.index] for layer in self.layers if visits[layer.index]}
+
+    # Coverage
+
+    def coverage(self, sequences: int = 8, length: int = 1024) -> list[dict[str, Any]]:
+        """
+        Which kind of layer takes each trained parameter, and by which strategy, in microbatches of `sequences`
+        sequences of `length` positions: a list of rows `parameter`, `shape`, `kind`, `strategy`.
+        """
+        return coverage(self.layers, self.rule, sequences, length, self.fisher_samples)
+
+    def print_coverage(self, sequences: int = 8, length: int = 1024) -> None:
+        """Print [`coverage`] as a table."""
+        rows = [("parameter", "shape", "kind", "strategy")]
+        rows += [
+            (row["parameter"], " x ".join(map(str, row["shape"])), row["kind"], row["strategy"])
+            for row in self.coverage(sequences, length)
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def check_settings(regularization_decay: float, fisher_samples: int) -> None:
+    """Raise if a setting that is not part of the rule is out of range."""
+    if not 0 <= regularization_decay < 1:
+        raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
+    if not isinstance(fisher_samples, int) or fisher_samples < 1:
+        raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
+
+
+def _world() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return 1, 0
+
+
+def _saved_settings(rule: Any) -> Any:
+    """The name and settings of a rule out of a saved state."""
+    if not isinstance(rule, str):
+        return rule
+    # Version 0.1 wrote `Rule(name='fisher', fisher_power=None, ...)`, with None for what is the rule's own
+    settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
+    return make_rule(settings.pop("name"), **settings).settings
+
+
+def _listed(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -1,0 +1,290 @@
+"""
+Coefficients inside a kernel: the formulas of [`~rules.power`] and [`~rules.interacting`] for all sequences of a layer.
+
+In each kernel that makes a statistic, programs write what they have summed to a scratch tensor, and the last one to
+finish, which a counter finds, adds it all up in a fixed order and goes on to the coefficients. So results do not
+depend on the order of execution.
+"""
+
+# `tl.constexpr` in signatures exists only with Triton
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from transformers.utils import is_triton_available
+
+from ..rules.ledger import HISTORY, Ledger
+from ..rules.rule import Coefficients, KernelForm, Rule
+from .launch import constant, jit, part_of, power_of_two, takes
+
+
+if is_triton_available():
+    import triton.language as tl
+
+# Largest tile of [sequences, samples], or of the partial sums of these, that a program holds
+LARGEST_TILE = 2**13
+MAX_SAMPLE_BLOCK = 128
+# Counters of a microbatch: one for a layer, and one for each block of features of an elementwise parameter
+COUNTERS = 1024
+
+# What a kernel is compiled for, one bit each
+_VARIANT = ("overlap", "norm", "ntk", "p", "q", "r", "regularized", "keep small", "paper")
+OVERLAP = constant(1 << _VARIANT.index("overlap"))
+NORM = constant(1 << _VARIANT.index("norm"))
+NTK = constant(1 << _VARIANT.index("ntk"))
+P = constant(1 << _VARIANT.index("p"))
+Q = constant(1 << _VARIANT.index("q"))
+R = constant(1 << _VARIANT.index("r"))
+REGULARIZED = constant(1 << _VARIANT.index("regularized"))
+KEEP_SMALL = constant(1 << _VARIANT.index("keep small"))
+PAPER = constant(1 << _VARIANT.index("paper"))
+
+# Places of the rule's numbers
+_SETTINGS = ("p", "q", "r", "lambda", "unscale", "factor")
+AT_P = constant(_SETTINGS.index("p"))
+AT_Q = constant(_SETTINGS.index("q"))
+AT_R = constant(_SETTINGS.index("r"))
+AT_LAMBDA = constant(_SETTINGS.index("lambda"))
+AT_UNSCALE = constant(_SETTINGS.index("unscale"))
+AT_FACTOR = constant(_SETTINGS.index("factor"))
+
+# Places in a layer's row of the history
+HISTORY_COLUMNS = constant(len(HISTORY))
+AT_FISHER_SQUARE = constant(HISTORY.index("fisher^2"))
+AT_NORM_SQUARE = constant(HISTORY.index("norm^2"))
+AT_RELATIVE_SQUARE = constant(HISTORY.index("relative^2"))
+AT_SCALE = constant(HISTORY.index("scale"))
+AT_MULTIPLIER = constant(HISTORY.index("multiplier"))
+AT_KNOWN = constant(HISTORY.index("known"))
+
+# Rows of a layer's part of the table, `m` numbers each
+TABLE_ROWS = constant(len(Coefficients._fields))
+ROW_FISHER = constant(Coefficients._fields.index("fisher"))
+ROW_NORM = constant(Coefficients._fields.index("norm"))
+ROW_RAW = constant(Coefficients._fields.index("raw"))
+
+
+def usable(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
+    """Whether the kernels can take a tensor like `x` and so many sequences and samples, under this rule."""
+    if rule.kernel_form is None or not takes(x):
+        return False
+    if power_of_two(sequences) * min(power_of_two(samples), MAX_SAMPLE_BLOCK) > LARGEST_TILE:
+        return False
+    return sequences <= (64 if rule.needs.ntk else 1024)
+
+
+@lru_cache(maxsize=256)
+def variant_of(rule: Rule) -> int:
+    """What the kernels are compiled for: the bits of `_VARIANT`."""
+    form = _form_of(rule)
+    others = (form.regularization > 0, form.keep_small, rule.scale == "paper")
+    return sum(bool(trait) << bit for bit, trait in enumerate((*rule.needs, *form.exponents, *others)))
+
+
+@lru_cache(maxsize=256)
+def _settings(rule: Rule, loss_scale: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The rule's numbers, in the order of `_SETTINGS`: the last two undo, and carry, the loss's constant."""
+    form = _form_of(rule)
+    numbers = (*form.exponents, form.regularization, 1 / loss_scale, loss_scale**rule.degree)
+    return torch.tensor(numbers, device=device, dtype=dtype)
+
+
+def _form_of(rule: Rule) -> KernelForm:
+    form = rule.kernel_form
+    assert form is not None, f"the kernels do not know {rule}"
+    return form
+
+
+class KernelLedger:
+    """
+    A microbatch's [`~rules.ledger.Ledger`] as the kernels take it.
+
+    Args:
+        ledger ([`Ledger`]): where coefficients go.
+
+    Attributes:
+        variant (`int`): what the kernels are compiled for.
+        counter (`torch.Tensor`): zeros, with which the programs of a kernel find out which of them is the last.
+        tensors (`tuple`): counter, table, advantages, history and the rule's numbers: the last tensors of each kernel.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self.rule, self.table, self.advantages = ledger.rule, ledger.table, ledger.advantages
+        self.variant = variant_of(ledger.rule)
+        advantages = ledger.advantages
+        self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
+        settings = _settings(ledger.rule, ledger.loss_scale, advantages.device, advantages.dtype)
+        self.tensors = (self.counter, ledger.table, advantages, ledger.history, settings)
+
+
+def tiles(m: int, n: int, blocks: int) -> tuple[int, int, int]:
+    """Tile of the last program's sum: sequences, samples, blocks."""
+    BM, BN = power_of_two(m), min(max(16, power_of_two(n)), MAX_SAMPLE_BLOCK)
+    return BM, BN, part_of(LARGEST_TILE, BM * BN, blocks)
+
+
+@jit()
+def _is_last(counter, total):
+    """Whether all `total` programs but this one have passed here; then their stores can be read."""
+    tl.debug_barrier()
+    before = tl.atomic_add(counter, 1, sem="acq_rel")
+    if before == total - 1:
+        tl.store(counter, 0)
+    return before == total - 1
+
+
+@jit()
+def _fisher_square(partial, norms, m, n, blocks, BM: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+    """
+    `F_s^2` `[BM]` from overlaps `partial` `[m, blocks, n]`, to be added over the blocks, and the squared norms of the
+    samples' gradients, `norms` `[n]`; and whether any sample has a gradient.
+    """
+    s = tl.arange(0, BM)
+    square = tl.zeros((BM,), tl.float64)
+    weight = tl.zeros((BN,), tl.float64)
+    for first in range(0, n, BN):
+        j = first + tl.arange(0, BN)
+        overlap = tl.zeros((BM, BN), tl.float64)
+        for start in range(0, blocks, BB):
+            b = start + tl.arange(0, BB)
+            at = (s[:, None, None] * blocks + b[None, :, None]) * n + j[None, None, :]
+            inside = (s < m)[:, None, None] & (b < blocks)[None, :, None] & (j < n)[None, None, :]
+            overlap += tl.sum(tl.load(partial + at, mask=inside, other=0.0, cache_modifier=".cg"), 1)
+        square += tl.sum(overlap * overlap, 1)
+        weight += tl.load(norms + j, mask=j < n, other=0.0, cache_modifier=".cg")
+    total = tl.sum(weight, 0)
+    return square / tl.where(total == 0, 1.0, total), total != 0
+
+
+@jit()
+def _mean_over(x, alive):
+    count = tl.sum(alive.to(tl.float64), 0)
+    return tl.sum(tl.where(alive, x, 0.0), 0) / tl.maximum(count, 1.0)
+
+
+@jit()
+def _part(x, exponent, level, VARIANT: tl.constexpr):
+    """`reg2(x)^exponent`, and 0 where `reg2(x)` is 0."""
+    if VARIANT & REGULARIZED:
+        if VARIANT & KEEP_SMALL:
+            x = tl.where(level == 0, 0.0, tl.sqrt(x * x / tl.where(level == 0, 1.0, level) + 1.0))
+        else:
+            x = tl.sqrt(x * x + level)
+    return tl.where(x == 0, 0.0, tl.exp(tl.log(tl.where(x == 0, 1.0, x)) * exponent))
+
+
+@jit()
+def _known_or(known, history, own):
+    return tl.where(known, tl.load(history), own)
+
+
+@jit()
+def _non_interacting(
+    fisher_square,
+    informed,
+    norm_square,
+    m,
+    index,
+    table,
+    advantages,
+    history,
+    settings,
+    BM: tl.constexpr,
+    VARIANT: tl.constexpr,
+):
+    """
+    The power rules for all sequences; writes the layer's row of the table.
+
+    `VARIANT` is `variant_of` the rule; `history`, `settings` and `table` are laid out as the constants above say.
+    """
+    s = tl.arange(0, BM)
+    present = s < m
+    history += index * HISTORY_COLUMNS
+    known = tl.load(history + AT_KNOWN) != 0
+    strength = tl.load(settings + AT_LAMBDA)
+    unscale = tl.load(settings + AT_UNSCALE)
+    factor = tl.load(settings + AT_FACTOR)
+    A = tl.load(advantages + s, mask=present, other=0.0)
+
+    F = tl.sqrt(fisher_square) * unscale
+    N = tl.sqrt(tl.maximum(norm_square, 0.0)) * unscale
+    # `maximum` may drop a NaN
+    N = tl.where(norm_square != norm_square, norm_square, N)
+    ratio = tl.where(N == 0, 0.0, F / tl.where(N == 0, 1.0, N))
+    alive = present
+    if VARIANT & OVERLAP:
+        alive = alive & (F > 0) & (F < float("inf"))
+    if VARIANT & NORM:
+        alive = alive & (N > 0) & (N < float("inf"))
+
+    raw = tl.full((BM,), 1.0, tl.float64)
+    if VARIANT & P:
+        level = strength * _known_or(known, history + AT_FISHER_SQUARE, _mean_over(F * F, alive))
+        raw *= _part(F, tl.load(settings + AT_P), level, VARIANT)
+    if VARIANT & Q:
+        level = strength * _known_or(known, history + AT_NORM_SQUARE, _mean_over(N * N, alive))
+        raw *= _part(N, tl.load(settings + AT_Q), level, VARIANT)
+    if VARIANT & R:
+        level = strength * _known_or(known, history + AT_RELATIVE_SQUARE, _mean_over(ratio * ratio, alive))
+        raw *= _part(ratio, tl.load(settings + AT_R), level, VARIANT)
+
+    if VARIANT & PAPER:
+        multiplier = raw * factor
+        mean = tl.where(known, tl.load(history + AT_MULTIPLIER) * factor, 0.0)
+    else:
+        x = F if VARIANT & OVERLAP else N
+        weighted = _mean_over(raw * x, alive)
+        own = tl.where(weighted == 0, 0.0, _mean_over(x, alive) / tl.where(weighted == 0, 1.0, weighted))
+        multiplier = raw * _known_or(known, history + AT_SCALE, own)
+        mean = 1.0
+    if VARIANT & OVERLAP:
+        multiplier = tl.where(informed, multiplier, mean)
+    table += index * TABLE_ROWS * m
+    tl.store(table + s, A * multiplier, mask=present)
+    tl.store(table + ROW_FISHER * m + s, F, mask=present)
+    tl.store(table + ROW_NORM * m + s, N, mask=present)
+    tl.store(table + ROW_RAW * m + s, raw, mask=present)
+
+
+@jit()
+def _interacting(ntk, m, index, table, advantages, history, settings, BM: tl.constexpr, VARIANT: tl.constexpr):
+    """
+    The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table.
+
+    Elimination without pivots, which the matrix `K / c0 + I` does not need: it is positive definite and its smallest
+    eigenvalue is 1.
+    """
+    s = tl.arange(0, BM)
+    present = s < m
+    diagonal = s[:, None] == s[None, :]
+    history += index * HISTORY_COLUMNS
+    known = tl.load(history + AT_KNOWN) != 0
+    unscale = tl.load(settings + AT_UNSCALE)
+    A = tl.load(advantages + s, mask=present, other=0.0)
+
+    ntk = ntk * unscale * unscale
+    square = tl.sum(tl.where(diagonal, ntk, 0.0), 1)
+    N = tl.where(square != square, square, tl.sqrt(tl.maximum(square, 0.0)))
+    alive = present & (N > 0) & (N < float("inf"))
+    c0 = tl.load(settings + AT_LAMBDA) * _known_or(known, history + AT_NORM_SQUARE, _mean_over(N * N, alive))
+    keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
+    unit = tl.where(c0 > 0, c0, 1.0)
+    matrix = tl.where(keep[:, None] & keep[None, :], ntk / unit, 0.0) + tl.where(diagonal, 1.0, 0.0)
+    solution = tl.where(keep, A, 0.0)
+    for k in range(m):
+        row = tl.sum(tl.where(s[:, None] == k, matrix, 0.0), 0)
+        column = tl.sum(tl.where(s[None, :] == k, matrix, 0.0), 1)
+        pivot = tl.sum(tl.where(s == k, row, 0.0), 0)
+        value = tl.sum(tl.where(s == k, solution, 0.0), 0)
+        factor = tl.where(s == k, 0.0, column / pivot)
+        matrix -= factor[:, None] * row[None, :]
+        solution -= factor * value
+    solution = tl.where(keep, solution / tl.sum(tl.where(diagonal, matrix, 0.0), 1), 0.0)
+    if VARIANT & PAPER:
+        solution = solution / unit * tl.load(settings + AT_FACTOR)
+    table += index * TABLE_ROWS * m
+    tl.store(table + s, solution, mask=present)
+    tl.store(table + ROW_FISHER * m + s, tl.zeros((BM,), tl.float64), mask=present)
+    tl.store(table + ROW_NORM * m + s, N, mask=present)
+    tl.store(table + ROW_RAW * m + s, tl.zeros((BM,), tl.float64), mask=present)

@@ -1,0 +1,209 @@
+"""Everything of one elementwise parameter (a norm's scale, a bias) in one launch."""
+
+# `tl.constexpr` in signatures exists only with Triton
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from transformers.utils import is_triton_available
+
+from ..geometry.sequences import Samples, Sequences
+from ..rules.rule import Rule
+from .coefficients import (
+    COUNTERS,
+    NORM,
+    NTK,
+    OVERLAP,
+    TABLE_ROWS,
+    KernelLedger,
+    _fisher_square,
+    _interacting,
+    _is_last,
+    _non_interacting,
+    tiles,
+    variant_of,
+)
+from .launch import Plan, jit, launch, power_of_two, scratch, types_of
+
+
+if is_triton_available():
+    import triton.language as tl
+
+_FEATURE_BLOCK = 64
+MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
+
+
+@jit(do_not_specialize=["m", "T", "n", "index", "splits"])
+def _elementwise_kernel(
+    v,
+    rows,
+    sums,
+    scratch,
+    out,
+    counter,
+    table,
+    advantages,
+    history,
+    settings,
+    m,
+    T,
+    n,
+    index,
+    splits,
+    D: tl.constexpr,
+    SUMMED: tl.constexpr,
+    VARIANT: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BB: tl.constexpr,
+):
+    """
+    Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
+    last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these
+    has the coefficients.
+    """
+    block = tl.program_id(0)
+    s = tl.program_id(2)
+    blocks = tl.num_programs(0)
+    d = block * BD + tl.arange(0, BD)
+    inside = d < D
+    V = scratch
+    partial = V + m * D
+    norms = partial
+    if VARIANT & OVERLAP:
+        norms += m * blocks * n
+    square = norms
+    if VARIANT & OVERLAP:
+        square += blocks * n
+    ntk = square
+    if VARIANT & NORM:
+        ntk += m * blocks
+
+    last = True
+    if not SUMMED:
+        split = tl.program_id(1)
+        share = (T + splits - 1) // splits
+        total = tl.zeros((BD,), ACC)
+        stop = tl.minimum((split + 1) * share, T)
+        for start in range(split * share, stop, BT):
+            t = start + tl.arange(0, BT)
+            at = (s.to(tl.int64) * T + t)[:, None] * D + d[None, :]
+            total += tl.sum(tl.load(v + at, mask=(t < stop)[:, None] & inside[None, :], other=0.0).to(ACC), 0)
+        tl.store(sums + (s * splits + split) * D + d, total, mask=inside)
+        last = _is_last(counter + 1 + block, splits * tl.num_programs(2))
+
+    if last:
+        q = tl.arange(0, BM)
+        gradient = tl.zeros((BM, BD), ACC)
+        for start in range(0, splits, 8):
+            part = start + tl.arange(0, 8)
+            source = (q[:, None, None] * splits + part[None, :, None]) * D + d[None, None, :]
+            real = (q < m)[:, None, None] & (part < splits)[None, :, None] & inside[None, None, :]
+            gradient += tl.sum(tl.load(sums + source, mask=real, other=0.0, cache_modifier=".cg"), 1)
+        tl.store(V + q[:, None] * D + d[None, :], gradient, mask=(q < m)[:, None] & inside[None, :])
+        if VARIANT & OVERLAP:
+            for first in range(0, n, BN):
+                j = first + tl.arange(0, BN)
+                sample = tl.load(rows + j, mask=j < n, other=-1)
+                have = (sample >= 0)[:, None] & inside[None, :]
+                x = tl.load(v + sample[:, None] * D + d[None, :], mask=have, other=0.0).to(ACC)
+                overlap = tl.dot(x, tl.trans(gradient), tl.zeros((BN, BM), ACC), input_precision=PRECISION)
+                place = (q[None, :] * blocks + block) * n + j[:, None]
+                tl.store(partial + place, overlap, mask=(q < m)[None, :] & (j < n)[:, None])
+                tl.store(norms + block * n + j, tl.sum(x * x, 1), mask=j < n)
+        if VARIANT & NORM:
+            tl.store(square + q * blocks + block, tl.sum(gradient * gradient, 1), mask=q < m)
+        if VARIANT & NTK:
+            products = tl.dot(gradient, tl.trans(gradient), tl.zeros((BM, BM), ACC), input_precision=PRECISION)
+            tl.store(ntk + block * BM * BM + q[:, None] * BM + q[None, :], products)
+
+        if _is_last(counter, blocks):
+            if VARIANT & NTK:
+                kernel = tl.zeros((BM, BM), tl.float64)
+                for b in range(blocks):
+                    place = b * BM * BM + q[:, None] * BM + q[None, :]
+                    kernel += tl.load(ntk + place, cache_modifier=".cg")
+                _interacting(kernel, m, index, table, advantages, history, settings, BM, VARIANT)
+            if VARIANT & (OVERLAP | NORM):
+                fisher_square = tl.zeros((BM,), tl.float64)
+                norm_square = tl.zeros((BM,), tl.float64)
+                informed = True
+                if VARIANT & NORM:
+                    for b in range(blocks):
+                        norm_square += tl.load(square + q * blocks + b, mask=q < m, other=0.0, cache_modifier=".cg")
+                if VARIANT & OVERLAP:
+                    # The samples' norms, added over the blocks, take the place of the first block's
+                    for first in range(0, n, BN):
+                        j = first + tl.arange(0, BN)
+                        weight = tl.zeros((BN,), ACC)
+                        for b in range(blocks):
+                            weight += tl.load(norms + b * n + j, mask=j < n, other=0.0, cache_modifier=".cg")
+                        tl.store(norms + j, weight, mask=j < n)
+                    tl.debug_barrier()
+                    fisher_square, informed = _fisher_square(partial, norms, m, n, blocks, BM, BB, BN)
+                _non_interacting(
+                    fisher_square, informed, norm_square, m, index, table, advantages, history, settings, BM, VARIANT
+                )
+            tl.debug_barrier()
+            c = tl.load(table + index * TABLE_ROWS * m + q, mask=q < m, other=0.0, cache_modifier=".cg")
+            for start in range(0, D, BD):
+                e = start + tl.arange(0, BD)
+                mask = (q < m)[:, None] & (e < D)[None, :]
+                values = tl.load(V + q[:, None] * D + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+                result = tl.sum(values * c.to(ACC)[:, None], 0)
+                tl.store(out + e, result.to(out.dtype.element_ty), mask=e < D)
+
+
+@lru_cache(maxsize=4096)
+def _elementwise_plan(
+    m: int, T: int, n: int, D: int, summed: bool, rule: Rule, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> tuple[Plan, int, int]:
+    """The plan, splits of the rows of a sequence, and size of the scratch memory."""
+    BD = min(max(16, power_of_two(D)), _FEATURE_BLOCK)
+    blocks = -(-D // BD)
+    BM, BN, BB = tiles(m, n, blocks)
+    BM = max(16, BM)
+    splits = max(1, min(1024 // (m * blocks), T // 256))
+    acc, _ = types_of(dtypes[0])
+    needs = rule.needs
+    size = m * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
+    constants = (D, summed, variant_of(rule), acc, "ieee" if acc == tl.float64 else "tf32x3", 64, BD, BM, BN, BB)
+    return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
+
+
+def elementwise_gradient(
+    v: torch.Tensor,
+    sequences: Sequences,
+    samples: Samples | None,
+    ledger: KernelLedger,
+    index: int,
+    dtype: torch.dtype,
+    sums: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    `sum_s c_s V_s` `[d]` of an elementwise parameter, from its gradient at each position, `v` `[N, d]`.
+
+    Where these are summed already, `sums` `[m, splits, d]` are the sums, and `v` `[n, d]` those of the samples alone.
+    """
+    v = v.contiguous()
+    m, T, D = sequences.count, sequences.length, v.shape[1]
+    n = 0 if samples is None else samples.rows.shape[0]
+    summed = sums is not None
+    plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, (v.dtype, dtype), v.device)
+    if sums is None:
+        sums = scratch(v, m, splits, D)
+    else:
+        splits = sums.shape[1]
+    if samples is None:
+        rows = ledger.counter
+    else:
+        rows = samples.order if summed else samples.present
+    out = torch.empty(D, device=v.device, dtype=dtype)
+    tensors = (v, rows, sums, scratch(v, size), out, *ledger.tensors)
+    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits))
+    return out

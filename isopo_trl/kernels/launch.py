@@ -1,0 +1,110 @@
+"""
+Launching: which tensors the kernels can take, and how a kernel is started without Triton's inspection of arguments.
+
+`TRITON_INTERPRET=1` runs the kernels on the CPU; `ISOPO_DISABLE_TRITON=1` turns them off.
+"""
+
+import os
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers.utils import is_triton_available
+
+from ..geometry.statistics import accumulation_dtype
+
+
+if is_triton_available():
+    import triton
+    import triton.language as tl
+
+ENABLED = is_triton_available() and os.environ.get("ISOPO_DISABLE_TRITON", "0") != "1"
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+_COMPILED = (torch.bfloat16, torch.float16, torch.float32)
+# Triton's interpreter has no products of bf16
+_INTERPRETED = (torch.float16, torch.float32, torch.float64) if INTERPRET else ()
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the kernels can read `x`: on NVIDIA GPUs from Ampere on."""
+    if not ENABLED or x.numel() == 0:
+        return False
+    return x.dtype in _COMPILED and _is_new_enough(x.device) if x.is_cuda else x.dtype in _INTERPRETED
+
+
+@lru_cache
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def power_of_two(x: int) -> int:
+    """The power of two that a tile of at least `x` needs."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def part_of(tile: int, width: int, length: int) -> int:
+    """How much of `length` to take at once, so that a tile with `width` does not outgrow `tile`."""
+    return max(1, min(power_of_two(length), tile // width))
+
+
+def types_of(dtype: torch.dtype) -> tuple[Any, str]:
+    """Accumulation type and precision of products."""
+    if dtype == torch.float64:
+        return tl.float64, "ieee"
+    return tl.float32, "ieee" if dtype == torch.float32 else "tf32"
+
+
+def scratch(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Memory that is not initialised, in the type in which sums over `like` are made."""
+    return torch.empty(shape, device=like.device, dtype=accumulation_dtype(like.dtype))
+
+
+def jit(**options: Any) -> Any:
+    """`triton.jit`, or nothing where there is no Triton."""
+    return triton.jit(**options) if is_triton_available() else lambda function: function
+
+
+def constant(value: int) -> Any:
+    """A number that kernels may refer to by its name."""
+    # The interpreter, which runs kernels as Python, has plain numbers only
+    return tl.constexpr(value) if is_triton_available() and not INTERPRET else value
+
+
+@dataclass
+class Plan:
+    """
+    All that a launch takes beside its tensors and numbers, worked out once for each shape.
+
+    Args:
+        grid (`tuple[int, int, int]`): number of programs.
+        constants (`tuple`): what the kernel is compiled for.
+        options (`dict`): warps and stages.
+        run (`Any`): launches the compiled kernel; there once it has been launched the usual way.
+    """
+
+    grid: tuple[int, int, int]
+    constants: tuple
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+    run: Any = None
+
+
+def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple) -> None:
+    """
+    Launch `kernel(*tensors, *numbers, *plan.constants)`.
+
+    From the second time on without Triton's inspection of every argument, which takes most of a launch's time. That is
+    sound since numbers are declared not to be specialised on, a plan is made for one combination of types, and the
+    pointers are aligned.
+    """
+    for x in tensors:
+        if x.data_ptr() % 16 != 0:
+            kernel[plan.grid](*tensors, *numbers, *plan.constants, **plan.options)
+            return
+    if plan.run is not None:
+        plan.run(*tensors, *numbers, *plan.constants)
+        return
+    compiled = kernel[plan.grid](*tensors, *numbers, *plan.constants, **plan.options)
+    if hasattr(compiled, "__getitem__"):  # not so when interpreted
+        plan.run = compiled[plan.grid]

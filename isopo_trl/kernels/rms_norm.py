@@ -1,0 +1,230 @@
+"""
+A fused RMSNorm, `y = (w + offset) * x / sqrt(mean(x^2) + eps)`, which sums its weight's gradient sequence by sequence.
+
+Model code writes an RMSNorm as eight small operations, whose backward takes twice as many. Here each way is one
+kernel, and the backward leaves what [`~kernels.elementwise.elementwise_gradient`] goes on from.
+"""
+
+# `tl.constexpr` in signatures exists only with Triton
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from transformers.utils import is_triton_available
+
+from ..geometry.sequences import Samples, Sequences
+from .launch import Plan, jit, launch, power_of_two, scratch, types_of
+
+
+if is_triton_available():
+    import triton.language as tl
+
+# Of a tile of rows
+_ELEMENTS = 4096
+MOST_FEATURES = 2**14
+
+
+class Flavour(NamedTuple):
+    """
+    How a model family writes its RMSNorm.
+
+    Args:
+        eps (`float`): epsilon.
+        offset (`float`): added to the weight.
+        early (`bool`): whether the normalised input is rounded to the input's type before it is multiplied.
+    """
+
+    eps: float
+    offset: float
+    early: bool
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The definition, in plain PyTorch."""
+        normal = x.to(torch.float32)
+        normal = normal * torch.rsqrt(normal.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.early:
+            return weight * normal.to(x.dtype)
+        return (normal * (weight.to(torch.float32) + self.offset)).to(x.dtype)
+
+    def output_dtype(self, x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        return torch.promote_types(x, weight) if self.early else x
+
+
+@jit(do_not_specialize=["rows"])
+def _forward_kernel(
+    x,
+    weight,
+    settings,
+    y,
+    scale,
+    rows,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EARLY: tl.constexpr,
+    ACC: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    d = tl.arange(0, BD)
+    inside = (row < rows)[:, None] & (d < D)[None, :]
+    at = row[:, None] * D + d[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0)
+    normal = values.to(ACC)
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + OFFSET
+    factor = tl.rsqrt(tl.sum(normal * normal, 1) / D + tl.load(settings).to(ACC))
+    normal = normal * factor[:, None]
+    if EARLY:
+        normal = normal.to(values.dtype).to(ACC)
+    tl.store(y + at, (normal * w[None, :]).to(y.dtype.element_ty), mask=inside)
+    tl.store(scale + row, factor, mask=row < rows)
+
+
+@jit(do_not_specialize=["T", "share", "stride_b", "stride_t", "stride_h"])
+def _backward_kernel(
+    x,
+    g,
+    weight,
+    scale,
+    slots,
+    dx,
+    sums,
+    of_samples,
+    T,
+    share,
+    stride_b,
+    stride_t,
+    stride_h,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    OFFSET: tl.constexpr,
+    EARLY: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACC: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    split = tl.program_id(0)
+    s = tl.program_id(1)
+    if ALIGNED:
+        stride_b = tl.multiple_of(stride_b, 8)
+        stride_t = tl.multiple_of(stride_t, 8)
+        stride_h = tl.multiple_of(stride_h, 8)
+    d = tl.arange(0, BD)
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(ACC) + OFFSET
+    total = tl.zeros((BD,), ACC)
+    stop = tl.minimum((split + 1) * share, T)
+    for start in range(split * share, stop, BT):
+        t = start + tl.arange(0, BT)
+        inside = (t < stop)[:, None] & (d < D)[None, :]
+        position = s.to(tl.int64) * T + t
+        v = tl.zeros((BT, BD), ACC)
+        for h in range(H):
+            at = (position * H + h)[:, None] * D + d[None, :]
+            source = s.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t + h * stride_h
+            values = tl.load(x + at, mask=inside, other=0.0)
+            grad = tl.load(g + source[:, None] + d[None, :], mask=inside, other=0.0).to(ACC)
+            factor = tl.load(scale + position * H + h, mask=t < stop, other=0.0)
+            normal = values.to(ACC) * factor[:, None]
+            inner = grad * w[None, :]
+            mean = tl.sum(inner * normal, 1) / D
+            result = (inner - normal * mean[:, None]) * factor[:, None]
+            tl.store(dx + at, result.to(dx.dtype.element_ty), mask=inside)
+            if EARLY:
+                normal = normal.to(values.dtype).to(ACC)
+            v += grad * normal
+        if SAMPLES:
+            slot = tl.load(slots + position, mask=t < stop, other=-1)
+            place = slot.to(tl.int64)[:, None] * D + d[None, :]
+            tl.store(of_samples + place, v, mask=(slot >= 0)[:, None] & (d < D)[None, :])
+        total += tl.sum(v, 0)
+    tl.store(sums + (s * tl.num_programs(0) + split) * D + d, total, mask=d < D)
+
+
+_settings: dict[tuple, torch.Tensor] = {}
+
+
+def _epsilon(eps: float, like: torch.Tensor) -> torch.Tensor:
+    key = (eps, like.device)
+    if key not in _settings:
+        _settings[key] = torch.tensor([eps], device=like.device, dtype=torch.float64)
+    return _settings[key]
+
+
+@lru_cache(maxsize=4096)
+def _forward_plan(rows: int, D: int, flavour: Flavour, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Plan:
+    BD = max(16, power_of_two(D))
+    BR = max(1, _ELEMENTS // BD)
+    constants = (D, flavour.offset, flavour.early, types_of(dtypes[0])[0], BR, BD)
+    return Plan((-(-rows // BR), 1, 1), constants)
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, flavour: Flavour) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Output, of the shape of `x` `[..., d]` (contiguous), and the factor of each row, `[rows]`.
+    """
+    D = x.shape[-1]
+    rows = x.numel() // D
+    y = torch.empty(x.shape, device=x.device, dtype=flavour.output_dtype(x.dtype, weight.dtype))
+    scale = scratch(x, rows)
+    plan = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
+    launch(_forward_kernel, plan, (x, weight, _epsilon(flavour.eps, x), y, scale), (rows,))
+    return y, scale
+
+
+@lru_cache(maxsize=4096)
+def _backward_plan(
+    m: int,
+    T: int,
+    H: int,
+    D: int,
+    flavour: Flavour,
+    samples: bool,
+    aligned: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> tuple[Plan, int]:
+    BD = max(16, power_of_two(D))
+    BT = max(1, _ELEMENTS // BD)
+    share = -(-T // max(1, min(-(-T // BT), 512 // m)))
+    constants = (H, D, flavour.offset, flavour.early, samples, aligned, types_of(dtypes[0])[0], BT, BD)
+    return Plan((-(-T // share), m, 1), constants), share
+
+
+def backward(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    flavour: Flavour,
+    sequences: Sequences,
+    samples: Samples | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Gradient of the input; the weight's gradient summed over parts of each sequence, `[m, splits, d]`, and at the
+    sampled positions, `[n, d]`.
+
+    Args:
+        x, g (`torch.Tensor`): `[m, T, d]` or, with heads, `[m, T, H, d]`: the input (contiguous) and the cotangent.
+        weight, scale, flavour: as in `forward`.
+        sequences, samples: as elsewhere; the layout is regular.
+    """
+    if g.stride(-1) != 1:
+        g = g.contiguous()
+    m, T, D = sequences.count, sequences.length, x.shape[-1]
+    H = x.shape[2] if x.dim() == 4 else 1
+    strides = g.stride()[:3] if g.dim() == 4 else (g.stride(0), g.stride(1), 0)
+    aligned = strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
+    dtypes = (x.dtype, g.dtype, weight.dtype)
+    plan, share = _backward_plan(m, T, H, D, flavour, samples is not None, aligned, dtypes, x.device)
+    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    sums = scratch(x, m, plan.grid[0], D)
+    of_samples, slots = sums[0], weight  # not looked at
+    if samples is not None:
+        of_samples, slots = scratch(x, samples.rows.shape[0], D), samples.slots(sequences.rows)
+    tensors = (x, g, weight, scale, slots, dx, sums, of_samples)
+    launch(_backward_kernel, plan, tensors, (T, share, *strides))
+    return dx, sums, of_samples

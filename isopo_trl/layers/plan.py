@@ -1,0 +1,142 @@
+"""Who takes which trained parameter: a layer for every module that has one, refusals by name, the coverage table."""
+
+from typing import Any
+
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from ..microbatch import CurrentMicrobatch
+from ..rules.rule import Rule
+from .elementwise import ElementwiseLayer
+from .embedding import EmbeddingLayer
+from .layer import Layer, Unsupported, full_shape
+from .layer_norm import LayerNormLayer
+from .linear import LinearLayer
+from .lm_head import LMHeadLayer
+from .lora import lora_linears
+from .rms_norm import RMSNormLayer, frozen_norms
+
+
+# In the order in which they are asked; the first that accepts a module takes it
+KINDS: list[type[Layer]] = [LinearLayer, EmbeddingLayer, LayerNormLayer, RMSNormLayer, ElementwiseLayer]
+
+_ADVICE = "freeze them (`parameter.requires_grad_(False)`), or train with LoRA (`peft_config=LoraConfig({})`)."
+ADVICE = _ADVICE.format("target_modules='all-linear'")
+_ADVICE_FOR_EXPERTS = _ADVICE.format("target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj']")
+
+
+def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
+    """A layer for every module that has trained parameters of its own; refuses the others by name."""
+    _refuse_model(model)
+    head = _output_embeddings(model)
+    # PEFT adds adapters of bare parameters (experts, routers) to the parameter and never calls them
+    of_parameters = {
+        module
+        for wrapper in model.modules()
+        if isinstance(wrapper, ParamWrapper)
+        for adapters in (wrapper.lora_A, wrapper.lora_B)
+        for module in adapters.modules()
+    }
+    layers: list[Layer] = []
+    refused: list[str] = []
+    experts = False
+    for name, module in model.named_modules():
+        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if not trainable:
+            continue
+        kinds = [LMHeadLayer] if module is head else KINDS
+        try:
+            if module in of_parameters:
+                raise Unsupported("an adapter of a bare parameter")
+            kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
+            reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
+        except Unsupported as error:
+            kind, reason = None, str(error)
+        if kind is None:
+            refused += [f"{full_name(name, parameter)} ({reason})" for parameter in trainable]
+            # PEFT's 'all-linear' includes stacks of experts
+            experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
+        else:
+            layers.append(kind(current, module, name, len(layers)))
+    if refused:
+        more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
+        advice = _ADVICE_FOR_EXPERTS if experts else ADVICE
+        raise ValueError("ISOPO cannot train " + "; ".join(refused[:8]) + more + ": " + advice)
+    if not layers:
+        raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
+    return layers
+
+
+def shortcuts(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[Layer]:
+    """
+    Layers for speed alone: what they do for a trained parameter is what its own layer, one of `layers`, would do.
+    """
+    return [*lora_linears(current, model, layers), *frozen_norms(current, model, layers)]
+
+
+def _refuse_model(model: nn.Module) -> None:
+    devices = {p.device for p in model.parameters() if p.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(
+            f"The trained parameters are split over {', '.join(sorted(map(str, devices)))}, which ISOPO does not "
+            "support: load the model on one device (`device_map=None`), or shard it with FSDP2."
+        )
+    if any(_is_compiled(module) for module in model.modules()):
+        raise ValueError(
+            "The model is compiled (`torch.compile`), which ISOPO does not support, since its layers decide at every "
+            "backward what to compute: give the model uncompiled."
+        )
+    if any("_isopo_layer" in module.__dict__ for module in model.modules()):
+        raise ValueError("An ISOPO is attached to this model already: call its `detach` first.")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # `torch.compile(model)` wraps, `model.compile()` replaces the call; the wrapper's class takes seconds to import
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None and hasattr(head, "modules_to_save"):  # PEFT's trained copy
+        head = next((m for m in head.modules_to_save.values() if any(p.requires_grad for p in m.parameters())), head)
+    return head
+
+
+def trained_parameters(model: nn.Module) -> set[tuple[nn.Module, str]]:
+    """The parameters of `model` that are trained now, as (module, name in the module)."""
+    # Through the modules: FSDP swaps parameters, PEFT adds modules. Without their names, which take longer to make
+    modules, found = [model], set()
+    while modules:
+        module = modules.pop()
+        modules += [child for child in module._modules.values() if child is not None]
+        for name, p in module._parameters.items():
+            if p is not None and p.requires_grad:
+                found.add((module, name))
+    return found
+
+
+def coverage(layers: list[Layer], rule: Rule, sequences: int, length: int, samples: int) -> list[dict[str, Any]]:
+    """
+    How each trained parameter is treated in microbatches of `sequences` sequences of `length` positions with so many
+    `samples`: rows `parameter`, `shape`, `kind`, `strategy`.
+    """
+    samples = min(samples, sequences * length) if rule.needs.overlap else 0
+    return [
+        {
+            "parameter": full_name(layer.name, name),
+            "shape": full_shape(layer.module.get_parameter(name)),
+            "kind": layer.kind,
+            "strategy": layer.strategy(sequences, length, samples, rule),
+        }
+        for layer in layers
+        for name in layer.parameters
+    ]
+
+
+def parameter_names(layer: Layer) -> list[str]:
+    """The full names of the layer's trained parameters."""
+    return [full_name(layer.name, parameter) for parameter in layer.parameters]
+
+
+def full_name(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter

@@ -1,0 +1,29 @@
+"""Rules: the coefficient `c_s` in front of each sequence's gradient `V_s` at a layer.
+
+- `rule`: what a rule is, and what it makes of a layer's statistics.
+- `non_interacting`: rules of the form `c_s = A_s f_s`, which need to say no more than `f`.
+- `power`, `interacting`: the paper's.
+- `registry`: rules by name.
+- `ledger`, `running`: where a microbatch's coefficients go, and the running means that rules refer to.
+"""
+
+from .interacting import Interacting
+from .non_interacting import MeanSquares, NonInteracting, Norms
+from .power import PowerRule
+from .registry import make_rule, register_rule, rule_names
+from .rule import Coefficients, Expectations, Rule
+
+
+__all__ = [
+    "Coefficients",
+    "Expectations",
+    "Interacting",
+    "MeanSquares",
+    "NonInteracting",
+    "Norms",
+    "PowerRule",
+    "Rule",
+    "make_rule",
+    "register_rule",
+    "rule_names",
+]

@@ -1,0 +1,87 @@
+r"""
+The paper's interacting rule, through the layer's neural tangent kernel `K_ij = <V_i, V_j>`:
+
+    c = (K + c0 I)^-1 A,    c0 = lambda E[mean eigenvalue of K] = lambda E[N^2]
+
+With `scale="relative"`, `c` is multiplied by `c0`, as in the author's code. Sequences without an advantage take part.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..geometry.cost import Needs
+from ..geometry.guarded import alive_sequences, mean_over
+from ..geometry.statistics import Statistics
+from .registry import register_rule
+from .rule import Coefficients, Expectations, KernelForm, Rule
+
+
+@register_rule("interacting")
+@dataclass(frozen=True, kw_only=True)
+class Interacting(Rule):
+    """
+    `c = (K + c0 I)^-1 A`.
+
+    Args:
+        regularization (`float`): lambda.
+        name, scale: see [`Rule`].
+    """
+
+    regularization: float = 1.0
+
+    needs = Needs(ntk=True)
+    degree = -2.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.regularization < float("inf"):
+            raise ValueError(f"regularization={self.regularization} must be a finite number and not negative.")
+        if self.regularization == 0:
+            raise ValueError(
+                "regularization=0 leaves the kernel of rule='interacting' singular: set regularization > 0 (1 is the "
+                "default)."
+            )
+
+    @property
+    def kernel_form(self) -> KernelForm | None:
+        return KernelForm(self.regularization) if type(self) is Interacting else None  # a subclass may differ
+
+    def coefficients(
+        self,
+        statistics: Statistics,
+        advantages: torch.Tensor,
+        history: Expectations | None,
+        loss_scale: float = 1.0,
+    ) -> Coefficients:
+        assert statistics.ntk is not None
+        ntk = statistics.ntk.to(advantages.dtype)
+        ntk = ntk if loss_scale == 1 else ntk / loss_scale**2
+        norm = ntk.diagonal().clamp(min=0).sqrt()
+        alive = alive_sequences(None, norm)
+        mean_square = mean_over(norm.square(), alive) if history is None else history.mean_square[1]
+        c = solved(ntk, advantages, self.regularization * mean_square, alive, self.scale)
+        return Coefficients(c=c * loss_scale**self.degree if self.scale == "paper" else c, norm=norm)
+
+
+def solved(
+    ntk: torch.Tensor, advantages: torch.Tensor, c0: torch.Tensor, alive: torch.Tensor, scale: str
+) -> torch.Tensor:
+    """
+    `(K + c0 I)^-1 A` for `scale="paper"`, `c0` times that for `"relative"`; `[m]`.
+
+    Args:
+        ntk (`torch.Tensor`): `[m, m]`, K.
+        advantages (`torch.Tensor`): `[m]`, A.
+        c0 (`torch.Tensor`): scalar.
+        alive (`torch.Tensor`): `[m]`; the others have no gradient, and their rows of K are left out.
+        scale (`str`): `"relative"` or `"paper"`.
+    """
+    keep = alive & (c0 > 0)
+    # In units of c0 the matrix is K / c0 + I, which is well conditioned whatever the size of the gradients
+    safe = torch.where(c0 > 0, c0, 1)
+    matrix = torch.where(keep.unsqueeze(0) & keep.unsqueeze(1), ntk / safe, 0)
+    matrix.diagonal().add_(1)
+    factor, _ = torch.linalg.cholesky_ex(matrix)
+    solution = torch.cholesky_solve((advantages * keep).unsqueeze(1), factor).squeeze(1) * keep
+    return solution if scale == "relative" else solution / safe

@@ -1,0 +1,49 @@
+"""Where the coefficients of a microbatch are entered, layer by layer."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from .rule import Coefficients, Expectations, Rule
+
+
+# Columns of a layer's row of the history
+HISTORY = ("fisher^2", "norm^2", "relative^2", "scale", "multiplier", "known")
+
+
+@dataclass
+class Ledger:
+    """
+    The coefficients of every layer in one microbatch, and what they are made from; all on the device.
+
+    Args:
+        rule ([`Rule`]): the rule.
+        advantages (`torch.Tensor`): `[m]`.
+        history (`torch.Tensor`): `[L, 6]`, the running means of each layer, in the order of `HISTORY`: those of the
+            [`Expectations`], and 1 where there are any.
+        loss_scale (`float`): constant that the loss carries.
+        table (`torch.Tensor`): `[L, 4, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
+    """
+
+    rule: Rule
+    advantages: torch.Tensor
+    history: torch.Tensor
+    loss_scale: float = 1.0
+    table: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        layers, m = len(self.history), len(self.advantages)
+        self.table = self.advantages.new_zeros(layers, len(Coefficients._fields), m)
+        if not any(self.rule.needs):
+            self.table[:, 0] = self.advantages
+
+    def record(self, index: int, result: Coefficients) -> None:
+        """Enter the coefficients of layer `index`."""
+        for place, values in enumerate(result):
+            if values is not None:
+                self.table[index, place] = values
+
+
+def expectations_of(history: torch.Tensor) -> Expectations:
+    """What a rule refers to, from a layer's row of the history, `[6]`."""
+    return Expectations(history[:3], history[3], history[4])

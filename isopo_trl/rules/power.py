@@ -1,0 +1,111 @@
+r"""
+The paper's non-interacting rules (`F_s` the Fisher norm, `N_s` the Euclidean norm of `V_s`):
+
+    f_s = reg2(F_s)^p reg2(N_s)^q reg2(F_s / N_s)^r,    reg2(x) = sqrt(x^2 + lambda E[x^2])
+
+`keep_small` replaces `reg2(x)` by `sqrt(x^2 / (lambda E[x^2]) + 1)`, which leaves sequences with small `x` alone.
+
+A sequence without a gradient (`F_s = 0` or `N_s = 0`) keeps a zero one: `0^-1` counts as 0.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..geometry.cost import Needs
+from ..geometry.guarded import power
+from .non_interacting import MeanSquares, NonInteracting, Norms
+from .registry import register_rule
+from .rule import KernelForm
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerRule(NonInteracting):
+    """
+    `f = reg2(F)^p reg2(N)^q reg2(F/N)^r`.
+
+    Args:
+        fisher_power, norm_power, relative_power (`float`): p, q, r.
+        regularization (`float`): lambda.
+        keep_small (`bool`): the variant of `reg2` that leaves small sequences alone.
+        name, scale: see [`Rule`].
+    """
+
+    fisher_power: float = 0.0
+    norm_power: float = 0.0
+    relative_power: float = 0.0
+    regularization: float = 0.0
+    keep_small: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("fisher_power", "norm_power", "relative_power"):
+            if not abs(getattr(self, name)) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number.")
+        if not 0 <= self.regularization < float("inf"):
+            raise ValueError(f"regularization={self.regularization} must be a finite number and not negative.")
+        if self.keep_small and (self.regularization == 0 or not any(self.exponents)):
+            raise ValueError(
+                "keep_small=True changes how exponents are regularised, so it needs a rule with an exponent (not "
+                f"rule={self.name!r} as set here) and regularization > 0: set both, or keep_small=False."
+            )
+        if self.regularization and not any(self.exponents):
+            raise ValueError(
+                f"regularization={self.regularization} has nothing to regularise in rule={self.name!r} without an "
+                "exponent: remove it, or choose another rule."
+            )
+
+    @cached_property
+    def exponents(self) -> tuple[float, float, float]:
+        """`(p, q, r)`."""
+        return float(self.fisher_power), float(self.norm_power), float(self.relative_power)
+
+    @cached_property
+    def needs(self) -> Needs:
+        p, q, r = self.exponents
+        return Needs(overlap=p != 0 or r != 0, norm=q != 0 or r != 0)
+
+    @property
+    def degree(self) -> float:
+        if self.keep_small:  # a function of x^2 / E[x^2]
+            return 0.0
+        return self.exponents[0] + self.exponents[1]
+
+    @property
+    def kernel_form(self) -> KernelForm | None:
+        # A subclass may have changed the formula
+        known = type(self) is PowerRule
+        return KernelForm(self.regularization, self.exponents, self.keep_small) if known else None
+
+    def multiplier(self, norms: Norms, mean_squares: MeanSquares) -> torch.Tensor:
+        f = None
+        for name, x, exponent in zip(Norms._fields, norms, self.exponents, strict=True):
+            if exponent == 0:
+                continue
+            assert x is not None
+            if self.regularization > 0:
+                x = self.regularized(x, mean_squares[name])
+            part = power(x, exponent)
+            f = part if f is None else f * part
+        assert f is not None
+        return f
+
+    def regularized(self, x: torch.Tensor, mean_square: torch.Tensor) -> torch.Tensor:
+        """`reg2(x)` with `mean_square` for `E[x^2]`."""
+        level = self.regularization * mean_square
+        if self.keep_small:
+            return (x.square() / level + 1).sqrt().masked_fill(level == 0, 0)
+        return (x.square() + level).sqrt()
+
+
+# f = 1 / F: bounds each sequence's contribution to the KL divergence
+register_rule("fisher", PowerRule, fisher_power=-1.0)
+# f = (F / N)^-2: the multiple of the gradient closest to the natural gradient
+register_rule("npg", PowerRule, relative_power=-2.0)
+# f = (F / N)^-2 / N: the setting of the paper's figure 4
+register_rule("fig4", PowerRule, norm_power=-1.0, relative_power=-2.0)
+# f = 1 / N: a control, normalised without the Fisher metric
+register_rule("euclidean", PowerRule, norm_power=-1.0)
+# f = 1: REINFORCE
+register_rule("none", PowerRule)

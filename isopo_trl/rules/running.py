@@ -1,0 +1,140 @@
+"""Running means of the statistics, per layer, and the figures that are reported of a step."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..geometry.guarded import alive_sequences, ratio
+from ..geometry.statistics import scalar_dtype
+from .ledger import HISTORY, Ledger, expectations_of
+from .rule import Expectations, Rule
+
+
+# What a rule may refer to, in the order in which it is stored; x is F, or N for a rule without F
+EXPECTATIONS = ("fisher^2", "norm^2", "relative^2", "fx", "x")
+# Sums over sequences that are only reported
+_REPORTED = ("fisher", "norm", "relative", "|c|", "c^2", "multiplier", "has multiplier")
+_COUNT = len(EXPECTATIONS)
+_KNOWN = HISTORY.index("known")
+
+
+class RunningStatistics:
+    """
+    Exponential means, over optimizer steps, of a step's mean over its sequences; one row per layer.
+
+    A step's mean is over the sequences, of all microbatches and ranks, that have a gradient at the layer; a layer
+    where none has (LoRA's A while B is zero) keeps its history. Everything stays on the device until `step`, which
+    talks to the other ranks and, once, to the host.
+
+    Args:
+        layers (`int`): number of layers, L.
+        decay (`float`): weight of the past, 0.9 in the paper.
+        rule ([`Rule`]): the rule.
+        device (`torch.device`): where the statistics live.
+    """
+
+    def __init__(self, layers: int, decay: float, rule: Rule, device: torch.device):
+        self.decay = decay
+        self.rule = rule
+        self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
+        self.known = [False] * layers
+        self._refresh()
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._sums = self.mean.new_zeros(len(self.mean), _COUNT + 1 + len(_REPORTED))
+        self._extremes = self.mean.new_full((2,), -torch.inf)  # of -f and f
+        self._broken = self.mean.new_zeros(1)
+
+    def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
+        """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
+        advantages = advantages.to(self.mean.dtype, copy=True).contiguous()
+        return Ledger(self.rule, advantages, self.history, loss_scale)
+
+    def expectations(self, layer: int) -> Expectations | None:
+        """The running means that `layer`'s rule refers to; `None` if it has no history."""
+        return expectations_of(self.history[layer]) if self.known[layer] else None
+
+    def add(self, ledger: Ledger, reached: list[bool]) -> None:
+        """Take in one microbatch: the coefficients of the layers that were `reached`."""
+        needs, advantages = self.rule.needs, ledger.advantages
+        c, fisher, norm, raw = ledger.table.unbind(1)
+        broken = ~torch.isfinite(c + fisher + norm)
+        given = (fisher if needs.overlap else None, norm if needs.norm or needs.ntk else None)
+        alive = ~broken & alive_sequences(*given) if any(needs) else ~broken
+        if not all(reached):
+            alive = alive & torch.tensor(reached, device=c.device).unsqueeze(1)
+        defined = alive & (advantages != 0)
+        multiplier = torch.where(defined, c / advantages, 0)
+        x = fisher if needs.overlap else norm
+        relative = ratio(fisher, norm)
+        expectations = (fisher.square(), norm.square(), relative.square(), raw * x, x)
+        reported = (fisher, norm, relative, c.abs(), c.square(), multiplier, defined)
+        terms = torch.stack([*expectations, torch.ones_like(c), *reported], dim=1)
+        # Sequences without a gradient, and broken ones, are left out: nothing non-finite gets in
+        self._sums = self._sums + torch.where(alive.unsqueeze(1), terms, 0).sum(-1)
+        extremes = torch.where(defined, torch.stack([-multiplier, multiplier]), -torch.inf)
+        self._extremes = torch.maximum(self._extremes, extremes.amax((1, 2)))
+        self._broken = self._broken + broken.any(0).sum()
+
+    def step(self) -> dict[str, float]:
+        """
+        Close an optimizer step: sum over ranks, update the running means, start the next step.
+
+        Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`;
+        `effective_sequences`: participation ratio `(sum |c|)^2 / sum c^2`, mean over layers; `fisher_norm`,
+        `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
+        number of sequences with a non-finite statistic or coefficient somewhere.
+        """
+        totals = torch.cat([self._sums.flatten(), self._broken])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(totals)
+            dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
+        sums, broken = totals[:-1].view_as(self._sums), totals[-1]
+        count = sums[:, _COUNT]
+        step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
+        decay = self.decay * self.history[:, _KNOWN:]  # a first mean has no past
+        updated = decay * self.mean + (1 - decay) * step_mean
+        self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean)
+        figures = self._figures(sums, broken)
+        # The one transfer to the host
+        values = torch.cat([torch.stack(list(figures.values())), count]).tolist()
+        seen = values[len(figures) :]
+        self.known = [known or number > 0 for known, number in zip(self.known, seen, strict=True)]
+        self._refresh()
+        self._start_step()
+        return dict(zip(figures, values, strict=False))
+
+    def _figures(self, sums: torch.Tensor, broken: torch.Tensor) -> dict[str, torch.Tensor]:
+        fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
+        count = sums[:, _COUNT].sum().clamp(min=1)
+        needs = self.rule.needs
+        figures = {
+            "multiplier_mean": multiplier.sum() / defined.sum().clamp(min=1),
+            "multiplier_min": torch.where(defined.sum() > 0, -self._extremes[0], 0),
+            "multiplier_max": torch.where(defined.sum() > 0, self._extremes[1], 0),
+            "effective_sequences": ratio(absolute.square(), square).sum() / (square > 0).sum().clamp(min=1),
+            "broken_sequences": broken,
+        }
+        if needs.overlap:
+            figures["fisher_norm"] = fisher.sum() / count
+        if needs.norm or needs.ntk:
+            figures["euclidean_norm"] = norm.sum() / count
+        if needs.overlap and needs.norm:
+            figures["relative_norm"] = relative.sum() / count
+        return figures
+
+    def _refresh(self) -> None:
+        x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
+        known = self.mean.new_tensor(self.known)
+        scales = torch.stack([ratio(x, fx), ratio(fx, x), known], dim=1)
+        self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean.cpu(), "known": self.known}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"].to(self.mean)
+        self.known = list(state["known"])
+        self._refresh()

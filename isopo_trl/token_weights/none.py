@@ -1,0 +1,29 @@
+"""No weighting: every token counts the same."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from .weighting import Tokens, Weighted, Weighting, register
+
+
+if TYPE_CHECKING:
+    from ..config import ISOPOConfig
+
+
+@register("none")
+class NoWeighting(Weighting):
+    """`w_t = 1`: nothing is asked of the sampler, and TRL's loss is left alone."""
+
+    needs_behaviour = False
+
+    @classmethod
+    def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+        yield from ()
+
+    def __call__(self, logps: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> Weighted:
+        return Weighted()
+
+    def weigh(self, tokens: Tokens) -> Weighted:
+        return Weighted()

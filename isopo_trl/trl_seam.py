@@ -1,0 +1,482 @@
+"""
+The seam to TRL: every name through which isopo_trl reaches into TRL where TRL promises nothing.
+
+What is private is looked up with [`reach`], which notes what is missing or has another signature; the end of this file
+raises if anything was noted, so that a TRL that has changed is found at import, by name, and not by a wrong gradient.
+The methods that [`ISOPOTrainer`] overrides stand in `trainer.py`, as they must; their signatures are checked here.
+"""
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+
+# Versions
+
+
+# The minor release that is tested. setup.cfg repeats it, which tests/test_trl_seam.py holds it to
+TRL_RANGE = ">=1.16,<1.17"
+# Set by scripts/newest_trl: go on with a version out of the range. What is missing is an error all the same
+ANY_VERSION = "ISOPO_ANY_TRL"
+_INSTALL = f'install it with `pip install "trl{TRL_RANGE}"`'
+
+
+def check_version(found: str | None) -> None:
+    """Raise `ImportError` unless TRL's version `found` (`None`: not installed) is one that is supported."""
+    if found is None:
+        raise ImportError(f"isopo_trl needs TRL {TRL_RANGE}, but TRL is not installed: {_INSTALL}.")
+    supported = Version(Version(found).base_version) in SpecifierSet(TRL_RANGE)
+    if not supported and os.environ.get(ANY_VERSION, "0") in ("", "0"):
+        raise ImportError(f"isopo_trl needs TRL {TRL_RANGE}, but found {found}: {_INSTALL}, or a newer isopo_trl.")
+
+
+def _installed_version() -> str | None:
+    try:
+        return version("trl")
+    except PackageNotFoundError:
+        return None
+
+
+check_version(_installed_version())
+
+import torch  # noqa: E402  # the wrong version should be told at once, and this takes seconds
+from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+
+
+# Looking up
+
+
+_missing: list[str] = []
+
+
+def difference(path: str, *parameters: str, mentions: tuple[str, ...] = ()) -> str | None:
+    """
+    In what the object at a dotted `path` is not as expected, in words; `None` if it is.
+
+    Args:
+        path (`str`): of a module, class, function or method.
+        parameters (`str`): names of the leading parameters of a function, without `self`.
+        mentions (`tuple[str, ...]`): names of attributes and keys that the function's own code reads or sets.
+    """
+    found = _lookup(path)
+    if found is None:
+        return f"{path} does not exist"
+    if parameters:
+        names = [name for name in inspect.signature(found).parameters if name != "self"]
+        if tuple(names[: len(parameters)]) != parameters:
+            return f"{path} takes ({', '.join(names)}) instead of ({', '.join(parameters)}, ...)"
+    if mentions:
+        code = inspect.unwrap(found).__code__
+        unknown = [name for name in mentions if name not in {*code.co_names, *code.co_consts}]
+        if unknown:
+            return f"{path} makes no use of {', '.join(unknown)}"
+    return None
+
+
+def reach(path: str, *parameters: str, mentions: tuple[str, ...] = ()) -> Any:
+    """The object at a dotted path; a [`difference`] from what is expected is an error at the end of this file."""
+    problem = difference(path, *parameters, mentions=mentions)
+    if problem is not None:
+        _missing.append(problem)
+    return _lookup(path)
+
+
+def _lookup(path: str) -> Any:
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name, None)
+        return found
+    return None
+
+
+# Functions
+
+
+get_config_model_id = reach("trl.trainer.utils.get_config_model_id", "config")
+disable_gradient_checkpointing = reach(
+    "trl.models.utils.disable_gradient_checkpointing", "model", "gradient_checkpointing_kwargs"
+)
+
+
+# Attributes of the trainer
+
+
+# Those that isopo_trl reads, sets, or borrows for the length of a call
+_ATTRIBUTES = (
+    "_metrics",
+    "aux_loss_enabled",
+    "beta",
+    "num_iterations",
+    "off_policy_mask_threshold",
+    "ref_model",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_processing_classes",
+    "reward_weights",
+    "rollout_func",
+    "router_aux_loss_coef",
+    "temperature",
+    "use_transformers_continuous_batching",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+)
+reach("trl.GRPOTrainer.__init__", "model", "reward_funcs", "args", mentions=_ATTRIBUTES)
+
+
+def log(trainer: Any, mode: str, figures: dict[str, float]) -> None:
+    """Add to what the next log line of `mode`, `"train"` or `"eval"`, is the mean of."""
+    for name, value in figures.items():
+        trainer._metrics[mode][name].append(value)
+
+
+def add_reward(trainer: Any, name: str, function: Callable[..., list[float]], weight: float) -> None:
+    """Give the trainer one more reward function, as the last."""
+    # New lists: TRL keeps the ones it was given
+    trainer.reward_funcs = [*trainer.reward_funcs, function]
+    trainer.reward_func_names = [*trainer.reward_func_names, name]
+    trainer.reward_processing_classes = [*trainer.reward_processing_classes, None]
+    trainer.reward_weights = torch.cat([trainer.reward_weights, torch.tensor([weight])])
+
+
+@contextmanager
+def borrowed(owner: Any, **settings: Any) -> Iterator[None]:
+    """Context in which attributes of `owner` (the trainer, or its `args`) have other values."""
+    own = {name: getattr(owner, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def intercepted(trainer: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Context in which TRL's calls of a method go to `stand_in`, whose first argument is the method as it was."""
+    method, before = getattr(trainer, name), trainer.__dict__.get(name)
+    setattr(trainer, name, lambda *args, **kwargs: stand_in(method, *args, **kwargs))
+    try:
+        yield
+    finally:
+        delattr(trainer, name)
+        if before is not None:
+            setattr(trainer, name, before)
+
+
+# The batch
+
+
+class Batch(dict):
+    """
+    A copy of the batch that TRL's loss reads: `B` prompts padded on the left, and completions padded on the right to
+    `C` tokens.
+    """
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """`[B]`, or what a subclass of TRL's trainer made of them."""
+        return self["advantages"]
+
+    @advantages.setter
+    def advantages(self, advantages: torch.Tensor) -> None:
+        self["advantages"] = advantages
+
+    @property
+    def completion_mask(self) -> torch.Tensor:
+        """`[B, C]`, nonzero at tokens of the completions."""
+        return self["completion_mask"]
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """`[B, P + C]`, nonzero at all real positions."""
+        return torch.cat([self["prompt_mask"], self["completion_mask"]], dim=1)
+
+    @property
+    def scored(self) -> torch.Tensor:
+        """`[B, C]`, nonzero at the tokens that the loss is made of: those of a completion that no tool wrote."""
+        return self["completion_mask"] * self.get("tool_mask", 1)
+
+    @property
+    def sampler_logps(self) -> torch.Tensor | None:
+        """`[B, C]`, what tokens were drawn with, as far as the sampler has told."""
+        return self.get("sampling_per_token_logps")
+
+    @property
+    def old_logps(self) -> torch.Tensor | None:
+        """`[B, C]`, what the policy would have drawn them with when they were generated, where TRL computed that."""
+        return self.get("old_per_token_logps")
+
+    def set_weights(self, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> None:
+        """
+        Say how TRL's loss weighs tokens. Without `ratios`, its own ratio to an old policy is 1.
+
+        Args:
+            weights (`torch.Tensor`, *optional*): `[B, C]` or `[B, 1]`, multiply a token's part of the loss.
+            ratios (`torch.Tensor`, *optional*): `[B, C]`, logarithms of what TRL is to take for the ratio, and clip.
+        """
+        self.pop("old_per_token_logps", None)
+        if ratios is not None:  # TRL subtracts the old log-probabilities from them
+            self["old_per_token_logps"] = ratios.new_zeros(ratios.shape)
+        if weights is not None:
+            self["importance_sampling_ratio"] = weights
+
+
+# The loss
+
+
+reach(
+    "trl.GRPOTrainer._compute_loss",
+    "model",
+    "inputs",
+    mentions=(
+        *("_get_per_token_logps_and_entropies", "beta", "use_vllm", "vllm_importance_sampling_correction"),
+        *("advantages", "prompt_mask", "completion_mask", "tool_mask"),
+        *("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"),
+    ),
+)
+reach("trl.GRPOTrainer._get_per_token_logps_and_entropies", "model", "input_ids", "attention_mask", "logits_to_keep")
+reach("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
+reach("trl.GRPOTrainer.create_model_card", "model_name", "dataset_name", "tags")
+
+
+def score(trainer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Log-probabilities `[B, C]` of completions, for the arguments of the trainer's own scoring pass."""
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
+    return logps
+
+
+@contextmanager
+def scoring_passes(trainer: Any, noted: Callable[..., None]) -> Iterator[None]:
+    """Context in which `noted(logps, model, *args, **kwargs)` is told of every scoring pass."""
+
+    def stand_in(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(model, *args, **kwargs)
+        noted(output[0], model, *args, **kwargs)
+        return output
+
+    with intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in):
+        yield
+
+
+@contextmanager
+def weighed_loss(
+    trainer: Any,
+    batch: Batch,
+    weigh: Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None] | None],
+) -> Iterator[None]:
+    """
+    Context for TRL's `_compute_loss` of the batch, in which the loss has no KL term, and tokens are weighed.
+
+    Args:
+        weigh (`Callable`): gets the log-probabilities `[B, C]` of the loss's forward pass and returns the weights and
+            the ratios of [`Batch.set_weights`]; `None` leaves the batch as it is.
+    """
+    with ExitStack() as loans:
+
+        def stand_in(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            logps, *others = forward(*args, **kwargs)
+            weighed = weigh(logps)
+            if weighed is None:
+                return logps, *others
+            weights, ratios = weighed
+            batch.set_weights(weights, ratios)
+            if weights is not None:  # TRL multiplies by weights where it thinks that they are vLLM's
+                loans.enter_context(borrowed(trainer, use_vllm=True, vllm_importance_sampling_correction=True))
+            return logps if ratios is None else ratios, *others
+
+        plain = {"beta": 0.0, "use_vllm": False, "vllm_importance_sampling_correction": False}
+        loans.enter_context(borrowed(trainer, **plain))
+        loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
+        yield
+
+
+# Generation
+
+
+reach(
+    "trl.GRPOTrainer._generate_and_score_completions",
+    "inputs",
+    mentions=(
+        *("_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies", "beta", "ref_model", "use_adapter"),
+        *("gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
+        *("use_vllm", "vllm_importance_sampling_correction", "old_per_token_logps", "sampling_per_token_logps"),
+    ),
+)
+reach("trl.GRPOTrainer._generate", "prompts", mentions=("rollout_func", "_generate_single_turn"))
+reach("trl.GRPOTrainer._generate_single_turn", "prompt_ids", "images", "multimodal_fields", "num_generations")
+reach("trl.GRPOTrainer._calculate_rewards", "inputs", "prompts", "completions", "completion_ids_list")
+
+
+class Generated(NamedTuple):
+    """What TRL's `_generate` returns: lists with one entry per completion."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list[Any]
+    logps: list[list[float]] | None
+    extra_fields: dict[str, Any]
+    images: list[Any] | None
+    tool_images: list[Any]
+
+
+@contextmanager
+def generation(
+    trainer: Any,
+    *,
+    single_turn: Callable[..., Any] | None,
+    generated: Callable[[Generated], bool],
+) -> Iterator[None]:
+    """
+    Context for TRL's `_generate_and_score_completions`, in which no pass is made for an old policy.
+
+    Args:
+        single_turn (`Callable`, *optional*): stands in for `_generate_single_turn`, and gets it as its first argument.
+        generated (`Callable`): called with what was generated, before it is scored; returns whether the old policy's
+            log-probabilities are wanted after all. TRL then computes them if data will be used for more than one
+            optimizer step.
+    """
+    args = trainer.args
+    with ExitStack() as loans:
+        # TRL computes them where one of these two settings says that it needs them
+        aligned = loans.enter_context(ExitStack())
+        every = args.steps_per_generation * trainer.num_iterations  # microbatches for which a generation serves
+        aligned.enter_context(borrowed(args, gradient_accumulation_steps=every))
+        loans.enter_context(borrowed(trainer, vllm_importance_sampling_correction=False))
+
+        def stand_in(generate: Callable[..., Any], prompts: list[Any]) -> Any:
+            output = generate(prompts)
+            if len(output) != len(Generated._fields):
+                raise RuntimeError(
+                    f"TRL's `_generate` returned {len(output)} values instead of {len(Generated._fields)}: {_INSTALL}."
+                )
+            if generated(Generated(*output)):
+                aligned.close()
+            return output
+
+        loans.enter_context(intercepted(trainer, "_generate", stand_in))
+        if single_turn is not None:
+            loans.enter_context(intercepted(trainer, "_generate_single_turn", single_turn))
+        yield
+
+
+def is_reference(trainer: Any, model: Any) -> bool:
+    """Whether a scoring pass of `model`, made now, is one of the reference model's."""
+    if trainer.ref_model is not None:
+        return model is trainer.ref_model
+    # One model for both: TRL turns the adapter off, which leaves the base model, or exchanges an adapter that was
+    # trained before for a copy of its initial state, under the name "ref"
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.accelerator.unwrap_model(model) is not policy:
+        return False
+    tuner = next(module for module in policy.modules() if isinstance(module, BaseTunerLayer))
+    return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters
+
+
+# The LM head
+
+
+# TRL's loss multiplies by the head's weight inside this autograd function and never calls the module
+_PLACE = "_ChunkedLogProbFunction"  # where TRL's model forward looks it up, in trl.trainer.utils
+_HEAD_ARGUMENTS = ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size")
+HEAD_WEIGHT = _HEAD_ARGUMENTS.index("weight") - 1  # among the arguments of `apply`
+
+ChunkedLogProbFunction = reach("trl.kernels.ChunkedLogProbFunction")
+reach("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
+reach(f"trl.trainer.utils.{_PLACE}")
+gathered_head = reach("trl.trainer.utils.maybe_gather_lm_head_ctx")
+head_uses_triton = reach("trl.kernels.chunked_logprob._use_triton", "device")
+_BLOCK_SIZE = reach("trl.kernels.chunked_logprob._BLOCK_SIZE")
+_backward_tile = reach(
+    "trl.kernels.chunked_logprob._backward_tile",
+    *("tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols"),
+    *("logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE"),
+)
+_backward_kernel = reach("trl.kernels.chunked_logprob._backward_kernel")  # takes the same, as pointers
+
+
+class _HeadDispatcher:
+    """
+    Stands, for good, in the place where TRL looks up its chunked log-probabilities. Each call goes to the LM head that
+    owns the weight, if one does whose microbatch is under way, and else to TRL's own function.
+    """
+
+    def __init__(self) -> None:
+        self.heads: WeakSet[Any] = WeakSet()
+
+    def apply(self, *args: Any) -> Any:
+        weight = _parameter_behind(args[HEAD_WEIGHT])
+        for head in self.heads:
+            if head.module.weight is weight and head.microbatch is not None:
+                return head.chunked_logps(*args)
+        return ChunkedLogProbFunction.apply(*args)
+
+
+def _parameter_behind(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter that `weight` is, or that it was gathered from: FSDP2's shards arrive here as a whole."""
+    node: Any = weight.grad_fn
+    while node is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return variable if isinstance(variable, DTensor) else weight
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return weight
+
+
+_dispatcher = _HeadDispatcher()
+
+
+def add_head(head: Any) -> None:
+    """Let `head`, a layer with `module`, `microbatch` and `chunked_logps`, take the calls with its weight."""
+    _dispatcher.heads.add(head)
+
+
+def remove_head(head: Any) -> None:
+    """Leave calls with the weight of `head` to TRL again."""
+    _dispatcher.heads.discard(head)
+
+
+def logits_gradient_tile(
+    tile: torch.Tensor,
+    targets: torch.Tensor,
+    log_z: torch.Tensor,
+    grad: torch.Tensor,
+    start: int,
+    settings: dict[str, Any],
+) -> torch.Tensor:
+    """TRL's own step from logits `[rows, width]` to their gradient, in place, by its kernel where it has one."""
+    rows, width = tile.shape
+    block = _BLOCK_SIZE
+    function: Callable = _backward_tile
+    if head_uses_triton(tile.device):
+        function = _backward_kernel[(rows, -(-width // block))]
+    arguments = (tile, tile.stride(0), targets, log_z, log_z, grad, log_z, start, width)
+    function(*arguments, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=block, **settings)
+    return tile
+
+
+# What was found
+
+
+if _missing:
+    raise ImportError(
+        f"TRL {_installed_version()} is not as isopo_trl needs it: {'; '.join(_missing)}. It needs TRL {TRL_RANGE}: "
+        f"{_INSTALL}, or a newer isopo_trl."
+    )
+
+importlib.import_module("trl.trainer.utils").__dict__[_PLACE] = _dispatcher

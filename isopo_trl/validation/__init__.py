@@ -1,0 +1,7 @@
+"""How good a policy is and how far it has moved: measured while it trains, and compared between runs."""
+
+from .callback import ValidationCallback
+from .curves import curve, draw, read_log
+
+
+__all__ = ["ValidationCallback", "curve", "draw", "read_log"]

@@ -1,0 +1,109 @@
+"""What tests on several ranks share: starting a worker on them; in the worker, its rank, whole weights and results."""
+
+import contextlib
+import gc
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+from isopo_trl import ISOPOTrainer
+
+
+ROOT = Path(__file__).parents[2]
+
+# In a worker
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(ranks, worker, output, *arguments):
+    """The process of a worker (a file of this folder) on so many ranks of CPUs, or of the launcher of these."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["DS_ACCELERATOR"] = "cpu"
+    command = [*launcher, str(Path(__file__).with_name(worker)), str(output), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process):
+    """Wait for a worker, which must succeed."""
+    said, _ = process.communicate()
+    assert process.returncode == 0, said[-3000:]
+
+
+class Sharded(ISOPOTrainer):
+    """
+    Under FSDP2, on CPUs. Accelerate does not shard there, so it is told to, once it has set itself up for processes on
+    them. How it shards is its own.
+    """
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        for state in (AcceleratorState, PartialState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP
+        self.is_fsdp_enabled = True
+
+
+def full_weights(model):
+    """The trained parameters as a forward pass would see them."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gathered = contextlib.nullcontext()
+    if any(hasattr(p, "ds_tensor") for p in parameters.values()):
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(list(parameters.values()))
+    with gathered:
+        return {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+            for name, p in parameters.items()
+        }
+
+
+def save(result, output):
+    """Write what the ranks have to say, a list of one `result` per rank."""
+    everyone = [result]
+    if WORLD > 1:
+        everyone = [None] * WORLD
+        torch.distributed.all_gather_object(everyone, result)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    if RANK == 0:
+        torch.save(everyone, output)
+
+
+def save_runs(run, names, output):
+    """Run `run(*name.split("-"))` for each name; what came out, or the error, is in the output by name and rank."""
+    torch.set_num_threads(1)
+    results = {}
+    for name in names:
+        try:
+            results[name] = run(*name.split("-"))
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+        gc.collect()
+    save(results, output)
+
+
+def load_runs(output):
+    """What [`save_runs`] wrote: name -> one result per rank."""
+    everyone = torch.load(output)
+    return {name: [results[name] for results in everyone] for name in everyone[0]}

@@ -1,0 +1,603 @@
+"""Answers are read as a person would read them, out of texts written by hand, by the thousand, or to do harm."""
+
+import json
+import math
+import os
+import re
+import sys
+import threading
+import time
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from isopo_trl.gsm8k import (
+    extract_answer,
+    format_reward,
+    gsm8k_reward,
+    math_verify_reward,
+    rewards,
+    strict_gsm8k_reward,
+)
+from tests import training
+
+
+HALF = Fraction(1, 2)
+SOLUTION = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\nThat makes 9 * 2 = $<<9*2=18>>18.\n#### 18"
+
+NUMBERS = [
+    ("18", 18),
+    ("0", 0),
+    ("007", 7),
+    ("+18", 18),
+    ("5.", 5),
+    ("5.00", 5),
+    ("0.5", HALF),
+    (".50", HALF),
+    ("0.1", Fraction(1, 10)),
+    ("1,000", 1000),
+    ("1,234,567", 1234567),
+    ("12,345.67", Fraction(1234567, 100)),
+    ("$5.00", 5),
+    ("\\$5.00", 5),
+    ("€ 5", 5),
+    ("50%", 50),
+    ("50\\%", 50),
+    ("-3", -3),
+    ("- 3", -3),
+    ("−3", -3),  # U+2212
+    ("–3", -3),  # U+2013
+    ("-.5", -HALF),
+    ("-$5", -5),
+    ("- $5", -5),
+    ("$-5", -5),
+    ("-₹1,000", -1000),
+    ("(-3)", -3),
+    ("1/2", HALF),
+    ("-1/2", -HALF),
+    ("30 / 5", 6),
+    ("3.5/0.5", 7),
+    ("1,000/4", 250),
+    ("18/hour", 18),
+    ("2 1/2", Fraction(5, 2)),
+    ("-2 1/2", Fraction(-5, 2)),
+    ("\\frac{3}{4}", Fraction(3, 4)),
+    ("\\dfrac{3}{4}", Fraction(3, 4)),
+    ("\\tfrac{ 3 }{ 4 }", Fraction(3, 4)),
+    ("\\frac34", Fraction(3, 4)),
+    ("-\\frac{3}{4}", Fraction(-3, 4)),
+    ("\\frac{-3}{4}", Fraction(-3, 4)),
+    ("2\\frac{1}{2}", Fraction(5, 2)),
+    ("2 \\frac{1}{2}", Fraction(5, 2)),
+    ("1{,}234", 1234),
+    ("1\\,234", 1234),
+    ("1,\\!234", 1234),
+    ("1e5", 100000),
+    ("1.5E+3", 1500),
+    ("1e-3", Fraction(1, 1000)),
+    ("1e", 1),
+    ("9" * 100, 10**100 - 1),
+]
+
+NOT_NUMBERS = [
+    "",
+    " ",
+    "none",
+    ".",
+    "-",
+    "$",
+    "12,34",
+    "1,2,3",
+    "1,234,56",
+    "1234,567",
+    "0,5",
+    "0,500",
+    "1.2.3",
+    ".5.5",
+    "1/2/3",
+    "1 / 2 / 3",
+    "3/-4",
+    "3 7/4",
+    "1/0",
+    "1/0.00",
+    "0/0",
+    "\\frac{1}{0}",
+    "1e100",
+    "1e5e5",
+    "9" * 101,
+    "0." + "9" * 5000,
+    "9" * 5000 + "/7",
+    "١٢",
+    "四",
+    "１２",
+    "²",
+    "\ud800",
+    "\0",
+]
+
+IN_TEXTS = [
+    # After the last ####
+    (SOLUTION, 18),
+    ("#### 18", 18),
+    ("####18", 18),
+    ("##### 18", 18),
+    ("####\n\n18\n", 18),
+    ("#### **18**", 18),
+    ("#### $\\boxed{18}$", 18),
+    ("#### 18 dollars for 2 weeks", 18),
+    ("#### The answer is 18.", 18),
+    ("#### x = - 3", -3),
+    ("#### 1, 2, 3", 1),
+    ("#### 18\nwhich is 9 twice", 18),
+    ("#### 18\n#### 20", 20),
+    ("#### 18\n\nQuestion: 1 + 1?\n#### 2", 2),
+    ("\\boxed{20}\n#### 18", 18),
+    ("#### 18\n\\boxed{20}", 18),
+    ("18\n####", None),
+    ("18\n#### I do not know", None),
+    ("#### 18\n#### or not?", None),
+    ("\\boxed{18}\n#### see above", None),
+    ("#### Answer\n18", None),
+    ("#### 12,34 or 5", None),
+    # In the last box
+    ("It is \\boxed{18}.", 18),
+    ("\\boxed{18}, in 2 weeks", 18),
+    ("\\boxed{20} no, \\boxed{18}", 18),
+    ("\\boxed{x = 18}", 18),
+    ("\\boxed{18\\text{ cm}^2}", 18),
+    ("\\boxed{\\text{about } \\frac{1}{2} {cup}} of 3", HALF),
+    ("\\boxed{\\$1{,}234}", 1234),
+    ("\\boxed{20} so 18 is \\boxed{}", None),
+    ("5 \\boxed{none} 6", None),
+    ("5 \\boxed{18", None),
+    ("\\boxed{{18}", None),
+    # The last number
+    ("9 * 2 = 18 dollars.", 18),
+    ("So she makes 18", 18),
+    ("She has 9. She makes $18.", 18),
+    ("They are 1, 2, 3", 3),
+    ("1 2 3", 3),
+    ("5..7", 7),
+    ("16-3", 3),
+    ("16 - 3", 3),
+    ("x-3", 3),
+    ("(16)-3", 3),
+    ("50%-3", 3),
+    ("16-$3", 3),
+    ("from 10–20", 20),
+    ("the change is -3.", -3),
+    ("the change is = - 3", -3),
+    ("Things:\n- 3 apples", 3),
+    ("\n- 3 apples", 3),
+    ("<<16-3=13>>13", 13),
+    ("it is -\\frac{3}{4} of it", Fraction(-3, 4)),
+    ("take 2 1/2 cups", Fraction(5, 2)),
+    ("10 - \\frac{3}{4}", Fraction(3, 4)),
+    ("total.18", 18),
+    ("wait...18", 18),
+    ("18 of 12,34", None),
+    ("18, then 1/0", None),
+    ("18, then " + "9" * 101, None),
+    ("no number", None),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), NUMBERS)
+def test_a_number_is_read_in_each_of_the_three_places(text, value):
+    assert extract_answer(text) == value
+    assert extract_answer(f"5 and 6\n#### {text}\n") == value
+    assert extract_answer(f"5 and $\\boxed{{{text}}}$ and 6") == value
+    if not text.startswith("- "):  # a subtraction or a bullet, in prose
+        assert extract_answer(f"5 and 6, so it is {text} altogether") == value
+
+
+@pytest.mark.parametrize("text", NOT_NUMBERS)
+def test_what_is_not_a_number_is_not_read_in_part(text):
+    assert extract_answer(text) is None
+    assert extract_answer(f"5 and 6\n#### {text}") is None
+    assert extract_answer(f"5 and \\boxed{{{text}}} and 6") is None
+
+
+@pytest.mark.parametrize(("text", "value"), IN_TEXTS)
+def test_the_answer_stands_where_the_text_declares_it(text, value):
+    assert extract_answer(text) == value
+
+
+def test_the_answer_is_a_fraction():
+    assert type(extract_answer("18")) is type(extract_answer("#### 1/2")) is Fraction
+
+
+# Each way to write a number, with the denominators that it is able to write
+
+integers = st.integers(-(10**30), 10**30)
+cents = st.builds(lambda n: Fraction(n, 100), st.integers(-(10**12), 10**12))
+fractions = st.builds(Fraction, st.integers(-(10**20), 10**20), st.integers(1, 10**20))
+
+
+def mixed(value, separator=" {}/{}"):
+    whole, part = divmod(abs(value), 1)
+    sign = "-" if value < 0 else ""
+    return f"{sign}{whole}{separator.format(part.numerator, part.denominator)}"
+
+
+written = st.one_of(
+    st.tuples(integers, st.sampled_from([str, "{:,}".format, "{}.".format, "{:,}.00".format, "{:,}%".format])),
+    st.tuples(cents, st.sampled_from([lambda v: f"{Decimal(int(v * 100)) / 100:,f}", lambda v: f"{int(v * 100)}e-2"])),
+    st.tuples(fractions, st.sampled_from([str, lambda v: f"{v.numerator} / {v.denominator}", mixed])),
+    st.tuples(
+        fractions,
+        st.sampled_from(
+            [
+                lambda v: f"\\frac{{{v.numerator}}}{{{v.denominator}}}",
+                lambda v: f"{'-' if v < 0 else ''}\\dfrac{{{abs(v.numerator)}}}{{{v.denominator}}}",
+                lambda v: mixed(v, "\\frac{{{}}}{{{}}}"),
+            ]
+        ),
+    ),
+).map(lambda pair: (Fraction(pair[0]), pair[1](pair[0])))
+signs = st.sampled_from([lambda text: text, lambda text: re.sub("^-", "−", text), "${}".format])
+places = st.sampled_from(["{}", "1 + 1 = 2\n#### {}", "#### {} dollars", "so \\boxed{{{}}}.", "5, so it is {} eggs."])
+
+
+@given(written, signs, places)
+def test_a_number_is_read_back_exactly(number, sign, place):
+    value, text = number
+    text = place.format(sign(text))
+    assert extract_answer(text) == value
+    assert gsm8k_reward([text] * 2, [str(value), str(value + 1)]) == [1.0, 0.0]
+
+
+@given(st.text(), st.text(alphabet="0123456789.,/-−+$%#eE \n\\boxed{}frac"))
+def test_no_text_raises(anything, likely):
+    for text in (anything, likely, f"{anything}#### {likely}", f"\\boxed{{{likely}}}{anything}"):
+        value = extract_answer(text)
+        assert value is None or type(value) is Fraction
+        assert gsm8k_reward([text], [1], prompts=[anything]) in ([0.0], [1.0])
+        assert gsm8k_reward([text], [1]) == [float(value == 1)]
+
+
+@given(st.text(alphabet="019.,/-$% \n#x", max_size=12), st.sampled_from(["", "x\n", "#", " "]))
+@example("#### 1", "")
+def test_what_has_the_format_has_an_answer(likely, before):
+    text = f"{before}#### {likely}"
+    if format_reward([text]) == [1.0]:
+        assert extract_answer(text) is not None
+        assert "\n" not in likely.strip() and "x" not in likely and "#" not in likely
+
+
+@given(st.integers(0, 2000), st.integers(0, 2000), st.sampled_from(["x", " ", "#", "(", "\n"]))
+def test_what_surrounds_a_number_at_any_distance_is_left_alone(before, after, filler):
+    assert extract_answer(filler * before + " 1,234 " + filler * after) == (
+        None if filler == "#" and after >= 4 else 1234
+    )
+
+
+MEGABYTES = [
+    "1," * 500_000,
+    "1, " * 333_333,
+    "1.1," * 250_000,
+    ",111" * 250_000,
+    "9" * 1_000_000,
+    "9 " * 500_000,
+    "1/" * 500_000,
+    "1 / " * 250_000,
+    "1e" * 500_000,
+    "-" * 1_000_000,
+    "- $ " * 250_000,
+    "(" * 1_000_000,
+    "#" * 1_000_000,
+    "# " * 500_000,
+    "{" * 1_000_000,
+    "{}" * 500_000,
+    "}" * 1_000_000,
+    "\\boxed{" * 142_857,
+    "\\frac{" * 166_666,
+    "\\frac{1}" * 125_000,
+    "\\frac 1 " * 125_000,
+    "\\" * 1_000_000,
+    "x" * 1_000_000,
+    " " * 1_000_000,
+    "\n" * 1_000_000,
+    "²" * 1_000_000,
+]
+
+
+@pytest.mark.parametrize("text", MEGABYTES, ids=lambda text: ascii(text[:8]))
+def test_time_is_linear_in_the_length_of_a_text(text):
+    def seconds(part):
+        start = time.process_time()
+        for before in ("", "5 ", "#### ", "\\boxed{", "5 #### -", "-\\frac{"):
+            gsm8k_reward([before + part, part + before, before + part + "}"], [1, "1", "#### 1"], prompts=[part] * 3)
+            format_reward([before + part, part + before])
+        return time.process_time() - start
+
+    short = text[: len(text) // 100]
+    # As many characters in a hundred pieces; a quadratic time would be a hundred times longer for the whole
+    assert seconds(text) < 30 * sum(seconds(short) for _ in range(100))
+
+
+GOLDS = [
+    (SOLUTION, "18"),
+    ("#### 1,234", "1234"),
+    ("1,234", "It is $1,234.00."),
+    (18, "18"),
+    (18.0, "18"),
+    (0.1, "1/10"),
+    (-2.5, "#### -2 1/2"),
+    (1e22, "1" + "0" * 22),
+    (Decimal("0.30"), ".3"),
+    (Fraction(1, 3), "\\boxed{\\frac{2}{6}}"),
+]
+
+
+@pytest.mark.parametrize(("gold", "completion"), GOLDS)
+def test_golds_are_solutions_texts_or_numbers(gold, completion):
+    assert gsm8k_reward([completion, "19", ""], [gold] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_nothing_is_rounded():
+    third = "0." + "3" * 90
+    assert gsm8k_reward([third, "1/3", "0.30000000000000004", "1e16"], ["1/3", "2/6", 0.3, 10**16 + 1]) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("gold", ["", "no number", "18 ####", "1/0", "9" * 101, math.nan, math.inf, True, [18]])
+def test_a_gold_without_a_number_is_named(gold):
+    with pytest.raises(ValueError, match=r"answer\[1\] has no number: ") as raised:
+        gsm8k_reward(["18", "18"], ["18", gold])
+    assert repr(gold) in str(raised.value)
+
+
+def test_a_problem_without_gold_is_left_out():
+    assert gsm8k_reward(["18", "18", "18"], ["18", None, "19"]) == [1.0, None, 0.0]
+
+
+STRICT = [
+    (SOLUTION, 1.0),
+    ("#### 18", 1.0),
+    ("####18 dollars", 1.0),
+    ("#### 17\n#### 18", 1.0),
+    ("18", 0.0),
+    ("The answer is 18.", 0.0),
+    ("\\boxed{18}", 0.0),
+    ("### 18", 0.0),
+    ("18 ####", 0.0),
+    ("#### 18\n#### 17", 0.0),
+    ("", 0.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "reward"), STRICT)
+def test_only_a_number_after_the_marker_counts_where_that_is_asked_for(completion, reward):
+    assert strict_gsm8k_reward([completion], [SOLUTION]) == [reward]
+    assert strict_gsm8k_reward([[{"role": "assistant", "content": completion}]], [18]) == [reward]
+
+
+def test_the_marker_in_the_echo_of_the_prompt_is_not_the_answers():
+    prompt = 'What is 9 + 9? Give the answer after "####".'
+    prompts = [[{"role": "user", "content": prompt}]] * 3
+    completions = [[{"role": "assistant", "content": text}] for text in (f"{prompt} 18", f"{prompt} #### 18", "18")]
+    assert strict_gsm8k_reward(completions, [18, 18, None], prompts=prompts) == [0.0, 1.0, None]
+
+
+def test_columns_of_different_lengths_are_an_error():
+    with pytest.raises(ValueError):
+        gsm8k_reward(["18", "18"], ["18"])
+
+
+QUESTION = "A farmer has 9 eggs and sells 7 at $2 each. How many are left?"
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (QUESTION, 0.0),
+        (f"\n {QUESTION}\n", 0.0),
+        (f"{QUESTION} Let me think.", 0.0),
+        (f"{QUESTION} #### 2", 1.0),
+        (f"{QUESTION}2", 1.0),
+        ("2", 1.0),
+        (f"The question is: {QUESTION} 2", 1.0),
+    ],
+)
+def test_an_answer_in_the_echo_of_the_prompt_does_not_count(completion, reward):
+    question = "How many are left of 9 when 7 are sold at $2"  # the last number of the prompt is the answer
+    for prompt, text in ((QUESTION, completion), (question, completion.replace(QUESTION, question))):
+        if text == f"{question}2":
+            continue  # $22: no echo, but another number
+        assert gsm8k_reward([text], [2], prompts=[prompt]) == [reward]
+        system = {"role": "system", "content": "Answer with 2."}
+        user = {"role": "user", "content": [{"type": "text", "text": prompt}]}
+        answer = {"role": "assistant", "content": text}
+        assert gsm8k_reward([[answer]], [2], prompts=[[system, user]]) == [reward]
+
+
+def test_a_prompt_that_ends_within_a_number_is_no_echo():
+    assert gsm8k_reward(["18", "18", "18"], ["18"] * 3, prompts=["1", "18", " "]) == [1.0, 0.0, 1.0]
+
+
+def conversations(text):
+    """The text as the last word of the assistant, in the ways that messages can hold it."""
+    other = {"role": "assistant", "content": "#### 99"}
+    tool = {"role": "tool", "content": "77"}
+    thought = {"type": "reasoning", "text": "#### 99\n"}
+    half = len(text) // 2
+    parts = [{"type": "text", "text": text[:half]}, thought, {"type": "text", "text": text[half:]}]
+    yield [{"content": text}]
+    yield [{"role": "assistant", "content": text}]
+    yield [other, tool, {"role": "assistant", "content": text}]
+    yield [{"role": "assistant", "content": text}, tool]
+    yield [{"role": "assistant", "content": parts}]
+
+
+@pytest.mark.parametrize("text", [SOLUTION, "18", "#### 18", "\\boxed{18}", "none", "", "#### 19"])
+def test_conversations_are_scored_as_their_text(text):
+    for completion in conversations(text):
+        assert gsm8k_reward([completion], ["18"]) == gsm8k_reward([text], ["18"])
+        assert format_reward([completion]) == format_reward([text])
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        None,
+        "",
+        [],
+        [{"role": "assistant", "content": None}],
+        [{"role": "assistant", "tool_calls": []}],
+        [{"role": "assistant", "content": []}],
+        [{"role": "tool", "content": "#### 18"}],
+        [{"role": "assistant", "content": "#### 18"}, {"role": "assistant", "content": None}],
+    ],
+)
+def test_an_empty_completion_scores_zero(completion):
+    assert gsm8k_reward([completion], ["18"], prompts=[None]) == [0.0]
+    assert format_reward([completion]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SOLUTION,
+        "#### 18",
+        "#### 18 \n\n",
+        "####\t18",
+        "x\n#### -1,234.5",
+        "#### - 3",
+        "#### -$5",
+        "#### $-5",
+        "#### $ 5.",
+        "#### 50%",
+        "#### 50\\%",
+        "#### 3/4",
+        "#### \\frac{3}{4}",
+        "#### \\$5",
+    ],
+)
+def test_one_line_with_a_number_at_the_end_has_the_format(text):
+    assert format_reward([text]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "18",
+        "\\boxed{18}",
+        "####",
+        "#### ",
+        "####18",
+        "##### 18",
+        "### 18",
+        "x #### 18",
+        " #### 18",
+        "#### \n18",
+        "####\n18",
+        "#### 18\nSo 18.",
+        "#### 18 dollars",
+        "#### x = 18",
+        "#### 18 19",
+        "#### --18",
+        "#### $$18",
+        "#### 18\n#### 18",
+        "#### Sum\n#### 18",
+        "#### 12,34",
+        "#### 1/0",
+        "#### " + "9" * 101,
+        "#### " + " 18" * 200,
+    ],
+)
+def test_anything_else_does_not_have_the_format(text):
+    assert format_reward([text]) == [0.0]
+
+
+def test_the_rewards_take_what_trl_passes(tmp_path):
+    data = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 ="] * 2, "answer": ["#### 2", "4", None, "4"]})
+    trainer = training.build(tmp_path, reward=[gsm8k_reward, format_reward], data=data, max_steps=1)
+    inputs = [dict(data[i]) for i in (0, 1, 2, 3)]
+    texts = ["1 + 1 = 2\n#### 2", "5", "#### 2", "1 + 1 = 2"]
+    scores = trainer._calculate_rewards(inputs, data["prompt"], texts, [[0]] * 4)
+    assert scores[:, 0].tolist()[:2] == [1.0, 0.0] and scores[2, 0].isnan() and scores[3, 0] == 0
+    assert scores[:, 1].tolist() == [1.0, 0.0, 1.0, 0.0]
+    trainer.train()
+    assert {"rewards/gsm8k_reward/mean", "rewards/format_reward/mean"} <= trainer.state.log_history[0].keys()
+
+
+class TestMathVerify:
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        pytest.importorskip("math_verify")
+
+    @pytest.mark.parametrize(
+        ("completion", "gold", "reward"),
+        [
+            (SOLUTION, SOLUTION, 1.0),
+            ("#### 1,234 dollars", "#### 1,234", 1.0),
+            ("It is \\boxed{18}.", 18, 1.0),
+            ("So it is 18.", "18", 1.0),
+            ("#### 19", SOLUTION, 0.0),
+            ("#### 18\n#### 19", SOLUTION, 0.0),
+            ("\\boxed{\\frac{\\sqrt{8}}{2}}", "\\sqrt{2}", 1.0),
+            ("\\boxed{1 + x^2}, or \\boxed{(x + i)(x - i)}, or \\boxed{x^2 + 1}", "x^2 + 1", 1.0),
+            ("\\boxed{x^2 - 1}", "$x^2 + 1$", 0.0),
+            ("\\boxed{\\frac{1}{3}}", "\\boxed{\\frac{2}{6}}", 1.0),
+            ("", "18", 0.0),
+            ("\\boxed{18", "18", 0.0),
+            ("18", None, None),
+            ("18", "", None),
+        ],
+    )
+    def test_expressions_are_compared(self, completion, gold, reward):
+        assert math_verify_reward([completion], [gold]) == [reward]
+        assert math_verify_reward([[{"role": "assistant", "content": completion}]], [gold]) == [reward]
+
+    def test_an_answer_in_the_echo_of_the_prompt_does_not_count(self):
+        assert math_verify_reward(["Is it 2?", "Is it 2? 2"], [2, 2], prompts=["Is it 2?"] * 2) == [0.0, 1.0]
+
+    def test_it_works_outside_the_main_thread(self):
+        results = []
+        thread = threading.Thread(target=lambda: results.append(math_verify_reward([SOLUTION, "17"], [SOLUTION] * 2)))
+        thread.start()
+        thread.join()
+        assert results == [[1.0, 0.0]]
+
+
+def test_without_math_verify_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ImportError, match="pip install math-verify"):
+        math_verify_reward(["18"], ["18"])
+
+
+def test_only_what_is_meant_for_users_is_public():
+    assert rewards.__all__ == [
+        "extract_answer",
+        "format_reward",
+        "gsm8k_reward",
+        "math_verify_reward",
+        "strict_gsm8k_reward",
+    ]
+
+
+@pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="GSM8K_DIR names no folder with GSM8K's JSON lines")
+def test_every_solution_of_gsm8k_is_scored_right():
+    files = sorted(Path(os.environ["GSM8K_DIR"]).glob("*.jsonl"))
+    records = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
+    solutions = [record["answer"] for record in records]
+    questions = [record["question"] for record in records]
+    bare = [solution.rsplit("#### ", 1)[1] for solution in solutions]
+    values = [int(number.replace(",", "")) for number in bare]
+    assert len(records) >= 1319
+    for texts in (solutions, bare, [f"So it is ${number}." for number in bare], [f"\\boxed{{{v}}}" for v in values]):
+        for gold in (solutions, bare, values):
+            assert gsm8k_reward(texts, gold, prompts=questions) == [1.0] * len(records)
+    assert format_reward(solutions) == [1.0] * len(records)
+    for shift in (1, 7):  # the solution of another problem is right only where it has the same value
+        others = values[shift:] + values[:shift]
+        expected = [float(value == other) for value, other in zip(values, others, strict=True)]
+        assert gsm8k_reward(solutions, others) == gsm8k_reward(bare, others) == expected
+        assert strict_gsm8k_reward(solutions, others) == expected
+        assert sum(expected) < len(records) / 10

@@ -1,0 +1,165 @@
+"""
+What tests of the Triton kernels share: random batches, and the comparison of a ledger with plain PyTorch in float64.
+
+On a CPU the kernels run under Triton's interpreter (`TRITON_INTERPRET=1`, see `tests/test_interpreted.py`); with a GPU
+the same tests take them as they are compiled there.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from isopo_trl.geometry.sequences import Samples, Sequences, draw_samples
+from isopo_trl.kernels.coefficients import KernelLedger
+from isopo_trl.kernels.launch import ENABLED, INTERPRET
+from isopo_trl.rules import Coefficients, make_rule
+from isopo_trl.rules.running import EXPECTATIONS, RunningStatistics
+
+
+needs_kernels = pytest.mark.skipif(
+    not (ENABLED and (INTERPRET or torch.cuda.is_available())),
+    reason="Triton's kernels need a CUDA device, or TRITON_INTERPRET=1",
+)
+
+DEVICE = torch.device("cpu" if INTERPRET else "cuda")
+DTYPES = [torch.float64, torch.float32] if INTERPRET else [torch.float32, torch.bfloat16, torch.float16]
+EXACT = DTYPES[0]
+# Of statistics, which are accumulated in float32 or better, and of gradients in the type itself
+STATISTIC = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
+GRADIENT = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+LAYERS = 3
+KNOWN, UNKNOWN = 2, 1  # layers with a history, and without one
+HISTORY = (3.0, 40.0, 0.05, 0.7, 1.9)  # in the order of EXPECTATIONS
+
+FISHER, FIG4, EUCLIDEAN, INTERACTING = map(make_rule, ("fisher", "fig4", "euclidean", "interacting"))
+
+
+def poison_memory(monkeypatch):
+    """Every buffer that is not written to is seen: memory comes filled with NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(x):
+        return x.fill_(math.nan) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poisoned(empty_like(*args, **kwargs)))
+
+
+@dataclass
+class Batch:
+    """
+    A linear layer's rows: `g` `[N, p]`, zero on padding, and `a` `[N, d]`; `g` is also the gradient of an elementwise
+    parameter at each position.
+    """
+
+    g: torch.Tensor
+    a: torch.Tensor
+    bias: bool
+    sequences: Sequences
+    samples: Samples
+    advantages: torch.Tensor
+
+
+def batch(m, T, p, d, n, bias=False, dtype=EXACT, seed=0):
+    """
+    Ragged sequences, padded left and right, of gradients of different size. A few samples are absent though their row
+    has a gradient, which must not be seen.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(0, max(1, T // 4), (m, 1), generator=generator)
+    lengths = torch.randint(1, T + 1, (m, 1), generator=generator)
+    t = torch.arange(T)
+    real = ((t >= starts) & (t < starts + lengths)).reshape(-1)
+    sizes = torch.linspace(0.5, 2, m).repeat_interleave(T).unsqueeze(1)
+    g = torch.randn(m * T, p, generator=generator) * sizes * real.unsqueeze(1)
+    a = torch.randn(m * T, d, generator=generator) + 0.3
+    samples = draw_samples(real, n, seed)
+    absent = samples.absent | (torch.rand(len(samples.rows), generator=generator) < 0.2)
+    absent[0] = samples.absent[0]
+    advantages = torch.randn(m, generator=generator)
+    advantages[m // 2] *= m == 1  # among several sequences, one with an advantage of zero
+    return Batch(
+        g.to(DEVICE, dtype),
+        a.to(DEVICE, dtype),
+        bias,
+        Sequences.regular(m, T),
+        Samples(samples.rows.to(DEVICE), absent.to(DEVICE)),
+        advantages.to(DEVICE),
+    )
+
+
+def running_with_history(rule):
+    running = RunningStatistics(LAYERS, 0.9, rule, DEVICE)
+    mean = torch.tensor(HISTORY, dtype=torch.float64).repeat(LAYERS, 1)
+    assert mean.shape[1] == len(EXPECTATIONS)
+    mean[UNKNOWN] = 0
+    running.load_state_dict({"mean": mean, "known": [layer != UNKNOWN for layer in range(LAYERS)]})
+    return running
+
+
+@dataclass
+class Run:
+    """What one call of the kernels has to agree on with plain PyTorch."""
+
+    running: RunningStatistics
+    ledger: KernelLedger
+    index: int
+    loss_scale: float
+
+    @classmethod
+    def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0):
+        running = running_with_history(rule)
+        return cls(running, KernelLedger(running.open(given.advantages, loss_scale)), index, loss_scale)
+
+    def plain(self, statistics):
+        history = self.running.expectations(self.index)
+        assert (history is None) == (self.index == UNKNOWN)
+        return self.running.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
+
+    def check(self, statistics, tolerance):
+        """The layer's row of the table is what plain PyTorch makes of `statistics`; nothing else has changed."""
+        expected = self.plain(statistics)
+        fresh = self.running.open(self.ledger.advantages, self.loss_scale)
+        fresh.record(self.index, expected)
+        table = fresh.table.clone()
+        whole = torch.isfinite(table[self.index, :3].sum(0))
+        ours = self.ledger.table
+        # The sequences that the running means would count as broken are the same, the others agree
+        assert torch.equal(torch.isfinite(ours[self.index, :3].sum(0)), whole), (ours[self.index], table[self.index])
+        others = [layer for layer in range(LAYERS) if layer != self.index]
+        assert torch.equal(ours[others], table[others])
+        for name, mine, theirs in zip(Coefficients._fields, ours[self.index], table[self.index], strict=True):
+            mine, theirs = mine[whole], theirs[whole]
+            close(mine, theirs, tolerance, name)
+            assert torch.equal(mine == 0, theirs == 0), name
+        # The kernels' counters are ready for the next layer
+        assert not self.ledger.counter.any()
+        return expected
+
+
+def close(x, expected, tolerance, name=""):
+    """Equal to within `tolerance` of the largest element, and not finite in the same places."""
+    x, expected = x.detach().double(), expected.detach().double()
+    assert x.shape == expected.shape, name
+    finite = torch.isfinite(expected)
+    assert torch.equal(torch.isfinite(x), finite), f"{name}: {x}, expected {expected}"
+    x, expected = x[finite], expected[finite]
+    if x.numel():
+        error = (x - expected).abs().max().item()
+        assert error <= tolerance * max(expected.abs().max().item(), 1e-30), f"{name}: off by {error}"
+
+
+def named(rule):
+    """The settings of a rule that are not the default, as the name of a case."""
+    return "-".join(str(x) for x in dataclasses.astuple(rule) if x not in (None, False, "relative"))
+
+
+def filled_ledger(m, layers=LAYERS):
+    """A ledger with different coefficients in every layer."""
+    ledger = KernelLedger(RunningStatistics(layers, 0.9, FISHER, DEVICE).open(torch.ones(m, device=DEVICE)))
+    ledger.table[:] = torch.randn(ledger.table.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return ledger

@@ -1,0 +1,194 @@
+"""Every Triton kernel compiles for the GPUs that it is meant for, and fits their shared memory; no GPU is needed."""
+
+import itertools
+import os
+import types
+
+import pytest
+import torch
+
+from isopo_trl.geometry.sequences import Samples, Sequences
+from isopo_trl.kernels import elementwise, linear, rms_norm, v
+from isopo_trl.kernels.coefficients import KernelLedger, usable
+from isopo_trl.kernels.launch import INTERPRET
+from isopo_trl.rules import make_rule
+from isopo_trl.rules.running import RunningStatistics
+
+
+triton = pytest.importorskip("triton")
+if INTERPRET:
+    pytest.skip("under TRITON_INTERPRET=1 nothing is compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+
+MODULES = (linear, v, elementwise, rms_norm)
+# Compute capability and what a block may have of shared memory: A100, H100
+MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+RULES = {
+    "fisher": make_rule("fisher"),
+    "fig4": make_rule("fig4", regularization=0.1, keep_small=True, scale="paper"),
+    "interacting": make_rule("interacting"),
+}
+
+
+def has_assembler():
+    """Whether Triton comes with what makes a program for a GPU."""
+    try:
+        from triton.backends.nvidia.compiler import get_ptxas
+
+        return os.access(get_ptxas(80).path, os.X_OK)
+    except (ImportError, RuntimeError):  # another layout of Triton, or no assembler
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_assembler(), reason="Triton has no assembler for NVIDIA GPUs here")
+
+
+# Compiling takes seconds a kernel: a few combinations every time, the others with `-m slow`
+QUICK = {(90, "fisher", torch.bfloat16), (80, "fig4", torch.float32), (90, "interacting", torch.float32)}
+COMBINATIONS = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
+    for case in itertools.product(MEMORY, RULES, (torch.bfloat16, torch.float32))
+]
+
+
+@pytest.fixture
+def compiled(capability, monkeypatch):
+    """Runs what is called on a GPU that is not there: `{name of a kernel: its shared memory}` of what it launches."""
+    found = {}
+    memory = types.SimpleNamespace(shared_memory_per_block_optin=MEMORY[capability])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    pipeline = linear._pipeline
+    monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
+    forget_plans()
+
+    def launch(kernel, plan, tensors, numbers):
+        assert all(0 < size < 2**31 for size in plan.grid) and len(plan.grid) == 3
+        assert all(size < 2**16 for size in plan.grid[1:])
+        constants = plan.constants
+        names = kernel.arg_names
+        given = len(tensors) + len(numbers)
+        assert len(names) == given + len(constants)
+        signature = dict(zip(names, [*(TYPES[x.dtype] for x in tensors), *["i32"] * len(numbers)], strict=False))
+        signature |= dict.fromkeys(names[given:], "constexpr")
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(given + place,): value for place, value in enumerate(constants)},
+            attrs={(place,): [["tt.divisibility", 16]] for place in range(len(tensors))},
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=plan.options)
+        assert made.metadata.shared <= MEMORY[capability], f"{names[0]}: {made.metadata.shared} bytes"
+        found[kernel.__name__] = made.metadata.shared
+
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", launch)
+    yield found
+    forget_plans()
+
+
+def forget_plans():
+    """Those that were made for another device."""
+    for module in MODULES:
+        for name, plan in vars(module).items():
+            if name.endswith("_plan"):
+                plan.cache_clear()
+
+
+class OnGPU(torch.Tensor):
+    """A tensor without data that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def tensor(*shape, dtype=torch.float32):
+    return torch.empty(shape, device="meta", dtype=dtype).as_subclass(OnGPU)
+
+
+def microbatch(rule, m, T, n):
+    running = RunningStatistics(2, 0.9, rule, torch.device("meta"))
+    samples = Samples(tensor(n, dtype=torch.int64), tensor(n, dtype=torch.bool))
+    return Sequences.regular(m, T), samples, KernelLedger(running.open(tensor(m)))
+
+
+@pytest.mark.parametrize(("capability", "rule", "dtype"), COMBINATIONS)
+def test_kernels_compile_and_fit(compiled, rule, dtype):
+    rule = RULES[rule]
+    m, T, p, d, n = 8, 1024, 1024, 3072, 64
+    sequences, samples, ledger = microbatch(rule, m, T, n)
+    expected = {"_scale_kernel", "_elementwise_kernel"}
+    g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
+    overlap = None
+    explicit = rule.needs.norm or rule.needs.ntk
+    if rule.needs.overlap:
+        overlap = linear.overlap_coefficients(g, a, True, sequences, samples, ledger, 0, finish=not explicit)
+        expected |= {"_overlap_kernel"}
+    if explicit:
+        V = tensor(m, p, d)
+        v.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
+        v.combined(V, ledger, 0, dtype)
+        expected |= {"_ntk_kernel" if rule.needs.ntk else "_norm_kernel", "_combine_kernel"}
+    linear.scaled(g, sequences, ledger, 0)
+    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, dtype)
+    assert set(compiled) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", MEMORY)
+def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_samples(compiled, dtype):
+    sequences, samples, ledger = microbatch(RULES["fig4"], 2, 64, 128)
+    g = tensor(128, 4096, dtype=dtype)
+    linear.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
+    assert compiled["_overlap_kernel"] > 2**15  # there is something under way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["fig4", "interacting"])
+@pytest.mark.parametrize("capability", MEMORY)
+def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
+    rule = RULES[rule]
+    m = 64  # the most that `usable` allows with 128 samples, and for the kernel
+    sequences, samples, ledger = microbatch(rule, m, 64, 128)
+    g, V = tensor(m * 64, 96), tensor(m, 96, 64)
+    assert usable(g, m, 128, rule)
+    overlap = None
+    if rule.needs.overlap:
+        overlap = linear.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
+    v.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
+    v.VSums(rule).add(V)
+    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, torch.float32)
+    assert "_elementwise_kernel" in compiled
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
+def test_rms_norm_compiles_and_fits(compiled, dtype):
+    m, T, d = 8, 1024, 1024
+    sequences, samples, ledger = microbatch(RULES["interacting"], m, T, 64)
+    x, weight = tensor(m, T, d, dtype=dtype), tensor(d, dtype=dtype)
+    flavour = rms_norm.Flavour(1e-6, 0.0, True)
+    y, scale = rms_norm.forward(x, weight, flavour)
+    _, sums, of_samples = rms_norm.backward(x, y, weight, scale, flavour, sequences, samples)
+    elementwise.elementwise_gradient(of_samples, sequences, None, ledger, 0, dtype, sums)
+    assert set(compiled) == {"_forward_kernel", "_backward_kernel", "_elementwise_kernel"}
+
+
+def test_every_kernel_is_tried_here():
+    """A kernel added to the package is to be added to this file."""
+    tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
+    tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel"}
+    there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
+    assert there == tried
+
+
+def test_on_a_cpu_the_kernels_are_left_alone():
+    assert not usable(torch.ones(2, 2), 2, 2, RULES["fisher"])

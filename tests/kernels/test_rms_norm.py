@@ -1,0 +1,173 @@
+"""The fused RMSNorm against autograd on its definition, in float64, and its weight's gradient against the formula."""
+
+import pytest
+import torch
+
+from isopo_trl.geometry.statistics import elementwise_statistics
+from isopo_trl.kernels import rms_norm
+from isopo_trl.kernels.elementwise import elementwise_gradient
+from isopo_trl.kernels.launch import Plan
+from isopo_trl.kernels.rms_norm import Flavour
+from tests.kernels import batches
+from tests.kernels.batches import (
+    DEVICE,
+    DTYPES,
+    EUCLIDEAN,
+    EXACT,
+    FIG4,
+    GRADIENT,
+    INTERACTING,
+    STATISTIC,
+    UNKNOWN,
+    Run,
+    batch,
+    close,
+    named,
+)
+
+
+pytestmark = batches.needs_kernels
+
+FLAVOURS = {
+    "llama": Flavour(eps=1e-6, offset=0.0, early=True),
+    "T5": Flavour(eps=1e-2, offset=0.0, early=False),
+    "gemma": Flavour(eps=1e-6, offset=1.0, early=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    batches.poison_memory(monkeypatch)
+
+
+def example(m, T, d, heads=None, dtype=EXACT, weight_dtype=None):
+    """Sequences and samples of a batch, an input `[m, T, (H,) d]`, a cotangent that is zero on padding, a weight."""
+    given = batch(m, T, d, 1, 6)
+    generator = torch.Generator().manual_seed(m + T)
+    shape = (m, T, d) if heads is None else (m, T, heads, d)
+    x = torch.randn(shape, generator=generator) * 2
+    real = (given.g != 0).any(1).cpu().view(m, T, *[1] * (len(shape) - 2))
+    g = torch.randn(shape, generator=generator) * real
+    weight = torch.rand(d, generator=generator) + 0.5
+    return given, x.to(DEVICE, dtype), g.to(DEVICE, dtype), weight.to(DEVICE, weight_dtype or dtype)
+
+
+def definition(x, weight, flavour):
+    x, weight = x.double(), weight.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + flavour.eps) * (weight + flavour.offset)
+
+
+def by_position(x, g, weight, flavour):
+    """Gradient of the input, and of the weight at each position `[N, d]`, by autograd in float64."""
+    x = x.double().requires_grad_()
+    own = weight.double().expand_as(x).clone().requires_grad_()
+    definition(x, own, flavour).backward(g.double())
+    of_weight = own.grad if x.dim() == 3 else own.grad.sum(2)
+    return x.grad, of_weight.flatten(0, 1)
+
+
+SHAPES = [
+    (1, 1, 1, None),
+    (3, 7, 5, None),
+    (2, 65, 33, None),
+    (2, 130, 130, None),  # several parts of a sequence
+    (2, 3, 600, None),
+    (3, 7, 5, 3),
+    (2, 70, 64, 2),
+]
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize(("m", "T", "d", "heads"), SHAPES)
+def test_output_and_gradients_are_those_of_the_definition(m, T, d, heads, flavour):
+    flavour = FLAVOURS[flavour]
+    given, x, g, weight = example(m, T, d, heads)
+    y, scale = rms_norm.forward(x, weight, flavour)
+    close(y, definition(x, weight, flavour), GRADIENT[EXACT])
+    dx, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, given.samples)
+    expected, v = by_position(x, g, weight, flavour)
+    close(dx, expected, GRADIENT[EXACT])
+    close(sums.sum(1), given.sequences.padded(v).sum(1), STATISTIC[EXACT])
+    there = ~given.samples.absent
+    close(of_samples[there], v[given.samples.rows[there]], STATISTIC[EXACT])
+
+
+def test_a_program_that_has_a_whole_sequence_sums_all_of_its_positions(monkeypatch):
+    """As with hundreds of sequences, which would take long under the interpreter."""
+    made = rms_norm._backward_plan
+
+    def whole(m, T, *rest):
+        return Plan((1, m, 1), made(m, T, *rest)[0].constants), T
+
+    monkeypatch.setattr(rms_norm, "_backward_plan", whole)
+    flavour = FLAVOURS["gemma"]
+    given, x, g, weight = example(3, 70, 130)
+    _, scale = rms_norm.forward(x, weight, flavour)
+    dx, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, given.samples)
+    assert sums.shape[1] == 1
+    expected, v = by_position(x, g, weight, flavour)
+    close(dx, expected, GRADIENT[EXACT])
+    close(sums.sum(1), given.sequences.padded(v).sum(1), STATISTIC[EXACT])
+    there = ~given.samples.absent
+    close(of_samples[there], v[given.samples.rows[there]], STATISTIC[EXACT])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_every_type_is_rounded_where_the_model_rounds(flavour, weight_dtype, dtype):
+    flavour = FLAVOURS[flavour]
+    given, x, g, weight = example(3, 7, 33, dtype=dtype, weight_dtype=weight_dtype)
+    y, scale = rms_norm.forward(x, weight, flavour)
+    plain = flavour(x, weight)
+    assert y.dtype == plain.dtype
+    close(y, plain, max(GRADIENT[dtype], 1e-6) if y.dtype != torch.float64 else 1e-6)
+    g = g.to(y.dtype)
+    dx, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, given.samples)
+    expected, v = by_position(x, g, weight, flavour)
+    assert dx.dtype == x.dtype
+    close(dx, expected, GRADIENT[dtype])
+    tolerance = max(STATISTIC[dtype], GRADIENT[dtype] if flavour.early else 0)
+    close(sums.sum(1), given.sequences.padded(v).sum(1), tolerance)
+    there = ~given.samples.absent
+    close(of_samples[there], v[given.samples.rows[there]], tolerance)
+
+
+@pytest.mark.parametrize("layout", ["positions first", "heads first", "features first", "one value for all"])
+def test_the_cotangent_may_lie_in_memory_in_any_way(layout):
+    flavour = FLAVOURS["gemma"]
+    given, x, g, weight = example(2, 7, 8, 3)
+    turned = {
+        "positions first": g,
+        "heads first": g.transpose(1, 2).contiguous().transpose(1, 2),
+        "features first": g.transpose(1, 3).contiguous().transpose(1, 3),
+        "one value for all": g[:, :, :1, :1].expand_as(g),
+    }[layout]
+    _, scale = rms_norm.forward(x, weight, flavour)
+    arguments = (weight, scale, flavour, given.sequences, given.samples)
+    there = ~given.samples.absent
+    of_turned, of_plain = (
+        rms_norm.backward(x, turned, *arguments),
+        rms_norm.backward(x, turned.contiguous(), *arguments),
+    )
+    assert torch.equal(of_turned[0], of_plain[0]) and torch.equal(of_turned[1], of_plain[1])
+    assert torch.equal(of_turned[2][there], of_plain[2][there])
+
+
+@pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING, batches.FISHER, batches.make_rule("none")], ids=named)
+@pytest.mark.parametrize(("m", "T", "d", "heads"), [(3, 7, 5, None), (2, 130, 130, None), (17, 3, 16, 2)])
+def test_the_gradient_of_the_weight_is_that_of_an_elementwise_parameter(m, T, d, heads, rule):
+    flavour = FLAVOURS["llama"]
+    given, x, g, weight = example(m, T, d, heads)
+    samples = given.samples if rule.needs.overlap else None
+    _, scale = rms_norm.forward(x, weight, flavour)
+    _, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, samples)
+    run = Run.of(given, rule, UNKNOWN)
+    arguments = (given.sequences, samples, run.ledger, run.index, EXACT)
+    result = elementwise_gradient(of_samples, *arguments, sums)
+    _, v = by_position(x, g, weight, flavour)
+    statistics, V = elementwise_statistics(v, given.sequences, given.samples, rule.needs)
+    expected = run.check(statistics, STATISTIC[EXACT])
+    close(result, expected.c @ V, GRADIENT[EXACT])
+    again = elementwise_gradient(of_samples, *arguments, sums)
+    assert torch.equal(again, result) and not run.ledger.counter.any()

@@ -1,0 +1,330 @@
+"""ISOPO on a model: what it refuses, what it reports, and its state."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from isopo_trl import ISOPO
+from tests import tiny
+
+
+MASK = torch.ones(2, 4)
+
+
+def linear():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def run(isopo, model, advantages=None):
+    with isopo.microbatch(torch.tensor([1.0, -1.0]) if advantages is None else advantages, attention_mask=MASK):
+        model(torch.randn(2, 4, 3)).sum().backward()
+
+
+# Misuse
+
+
+def test_a_backward_after_the_microbatch_has_ended_is_an_error():
+    model = linear()
+    isopo = ISOPO(model)
+    isopo.begin(torch.ones(2), attention_mask=MASK)
+    loss = model(torch.randn(2, 4, 3)).sum()
+    isopo.end()
+    with pytest.raises(RuntimeError, match="after its microbatch had ended"):
+        loss.backward()
+
+
+def test_a_forward_before_the_microbatch_is_an_error_and_not_a_plain_gradient():
+    model = linear()
+    isopo = ISOPO(model)
+    loss = model(torch.randn(2, 4, 3)).sum()
+    with (
+        pytest.raises(RuntimeError, match="inside the `with` block"),
+        isopo.microbatch(torch.ones(2), attention_mask=MASK),
+    ):
+        loss.backward()
+
+
+def test_a_microbatch_inside_a_microbatch_is_an_error():
+    model = linear()
+    isopo = ISOPO(model)
+    with pytest.raises(RuntimeError, match="Another microbatch"), isopo.microbatch(torch.ones(2), attention_mask=MASK):
+        run(isopo, model)
+
+
+def test_two_forwards_in_a_later_microbatch_are_noticed_too():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    with (
+        pytest.raises(RuntimeError, match="0.weight, 0.bias: 2 times"),
+        isopo.microbatch(torch.ones(2), attention_mask=MASK),
+    ):
+        (model(torch.randn(2, 4, 3)) + model(torch.randn(2, 4, 3))).sum().backward()
+
+
+def test_a_parameter_that_becomes_trainable_later_is_refused_by_name():
+    model = linear()
+    model[1].weight.requires_grad_(False)
+    isopo = ISOPO(model)
+    run(isopo, model)
+    isopo.step()
+    model[1].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="1.weight became trainable"):
+        isopo.begin(torch.ones(2), attention_mask=MASK)
+
+
+def test_another_adapter_made_active_later_is_refused_by_name():
+    settings = LoraConfig(r=2, target_modules="all-linear")
+    model = get_peft_model(tiny.model("qwen2"), settings, adapter_name="first")
+    model.add_adapter("second", settings)
+    isopo = ISOPO(model)
+    assert all(".first." in row["parameter"] for row in isopo.coverage())
+    model.set_adapter("second")
+    with pytest.raises(RuntimeError, match="lora_A.second.weight.* became trainable"):
+        isopo.begin(torch.ones(2), attention_mask=MASK)
+
+
+def test_two_backwards_in_one_microbatch_are_noticed_whichever_way_it_ends():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    isopo.begin(torch.ones(2), attention_mask=MASK)
+    output = model(torch.randn(2, 4, 3))
+    output[:, :2].sum().backward(retain_graph=True)
+    output[:, 2:].sum().backward()
+    with pytest.raises(RuntimeError, match="0.weight, 0.bias: 2 times"):
+        isopo.step()
+
+
+def test_a_parameter_that_is_frozen_later_is_left_alone():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    model.zero_grad()
+    model[0].requires_grad_(False)
+    run(isopo, model)
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+    assert isopo.step()["broken_sequences"] == 0
+
+
+def test_a_layer_frozen_before_the_first_backward_is_named():
+    model = linear()
+    isopo = ISOPO(model)
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="0.weight, 0.bias: 0 times"):
+        run(isopo, model)
+
+
+def test_a_second_isopo_on_the_same_model_is_refused():
+    model = linear()
+    first = ISOPO(model)
+    with pytest.raises(ValueError, match="attached to this model already"):
+        ISOPO(model)
+    first.detach()
+    ISOPO(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either `attention_mask`"),
+        ({"attention_mask": MASK, "sequence_ids": MASK}, "either `attention_mask`"),
+        ({"attention_mask": MASK[0]}, r"\[B, T\]"),
+        ({"attention_mask": torch.ones(3, 4)}, r"of shape \[3\], one per row, got \[2\]"),
+        ({"sequence_ids": torch.full((1, 4), 2)}, "names sequence 2"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ISOPO(linear()).begin(torch.ones(2), **arguments)
+
+
+def test_advantages_per_token_are_refused():
+    with pytest.raises(ValueError, match="per-token advantages are not supported"):
+        ISOPO(linear()).begin(torch.ones(2, 4), attention_mask=MASK)
+
+
+def test_step_before_any_microbatch_is_an_error():
+    with pytest.raises(RuntimeError, match="before any microbatch"):
+        ISOPO(linear()).step()
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting", "none"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_advantage_that_is_not_finite_is_counted_and_stays_out_of_the_running_means(rule, value):
+    model = linear()
+    isopo = ISOPO(model, rule)
+    run(isopo, model, torch.tensor([1.0, value]))
+    figures = isopo.step()
+    assert figures["broken_sequences"] >= 1
+    assert torch.isfinite(isopo._running.mean).all()
+
+
+def test_trained_parameters_on_several_devices_are_refused():
+    model = linear()
+    model[1].to("meta")
+    with pytest.raises(ValueError, match="split over cpu, meta"):
+        ISOPO(model)
+
+
+def test_a_model_without_a_trained_parameter_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        ISOPO(linear().requires_grad_(False))
+
+
+def test_a_linear_layer_with_another_parameter_is_refused():
+    model = linear()
+    model[1].register_parameter("gain", nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="1.gain .*beside weight and bias"):
+        ISOPO(model)
+
+
+def test_an_lm_head_that_is_no_linear_layer_is_refused():
+    model = tiny.model("llama")
+    model.lm_head = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, model.config.vocab_size))
+    model.get_output_embeddings = lambda: model.lm_head[1]
+    ISOPO(model).detach()
+    model.lm_head[1].weight.requires_grad_(False)
+    model.lm_head[1].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match="lm_head.1.bias .*whose weight is trained"):
+        ISOPO(model)
+
+
+# Coverage
+
+
+def test_parameters_of_the_model_itself_have_their_plain_names():
+    isopo = ISOPO(nn.Linear(3, 2))
+    assert [row["parameter"] for row in isopo.coverage()] == ["weight", "bias"]
+
+
+def test_a_bias_trained_alone_is_kept_whatever_the_size_of_the_weight():
+    model = nn.Linear(4096, 4096, device="meta")
+    model.weight.requires_grad_(False)
+    (row,) = ISOPO(model).coverage()
+    assert (row["parameter"], row["strategy"]) == ("bias", "kept")
+
+
+def test_the_coverage_tells_the_whole_shape_of_a_partitioned_parameter():
+    """As DeepSpeed ZeRO-3 leaves it: an empty tensor that remembers its shape."""
+    model = nn.Linear(8, 4, bias=False)
+    isopo = ISOPO(model)
+    model.weight.data = torch.empty(0)
+    model.weight.ds_shape = torch.Size([4, 8])
+    assert isopo.coverage()[0]["shape"] == (4, 8)
+
+
+def test_the_coverage_names_every_trained_parameter_once_with_its_kind_and_strategy(capsys):
+    model = tiny.model("qwen3", tie=False)
+    model.model.layers[0].mlp.requires_grad_(False)
+    isopo = ISOPO(model, "fisher")
+    rows = isopo.coverage(sequences=8, length=1024)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {row["parameter"]: row["shape"] for row in rows} == {name: tuple(p.shape) for name, p in trained.items()}
+    kinds = {row["parameter"].split(".")[-2]: row["kind"] for row in rows}
+    assert kinds["embed_tokens"] == "embedding" and kinds["lm_head"] == "lm head"
+    assert kinds["q_proj"] == "linear" and kinds["q_norm"] == "rms norm"
+    isopo.print_coverage(sequences=8, length=1024)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["parameter", "shape", "kind", "strategy"] and len(lines) == 1 + len(rows)
+    for line, row in zip(lines[1:], rows, strict=True):
+        assert line.startswith(row["parameter"]) and line.endswith(row["strategy"])
+
+
+# State
+
+
+def test_the_state_goes_on_where_it_was_saved():
+    models = [linear(), linear()]
+    models[1].load_state_dict(models[0].state_dict())
+    one, other = (ISOPO(model, "fig4", seed=3) for model in models)
+    run(one, models[0])
+    one.step()
+    other.load_state_dict(one.state_dict())
+    torch.manual_seed(0)
+    run(one, models[0])
+    models[1].zero_grad()
+    torch.manual_seed(0)
+    run(other, models[1])
+    assert torch.equal(one.step()["fisher_norm"] * torch.ones(1), other.step()["fisher_norm"] * torch.ones(1))
+    assert torch.equal(one._running.mean, other._running.mean)
+
+
+def test_a_state_can_be_taken_back_in_the_middle_of_a_run():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    isopo.step()
+    saved, mean = isopo.state_dict(), isopo._running.mean.clone()
+    run(isopo, model)
+    isopo.step()
+    assert not torch.equal(isopo._running.mean, mean)
+    isopo.load_state_dict(saved)
+    assert torch.equal(isopo._running.mean, mean) and isopo.state_dict()["draws"] == saved["draws"]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (nn.Sequential(nn.Linear(3, 3)), {}, "other trained parameters .*1.bias"),
+        (linear(), {"rule": "euclidean"}, "belong to name='fisher'.*name='euclidean'"),
+        (linear(), {"regularization": 0.5}, "regularization=0.0.*regularization=0.5"),
+    ],
+)
+def test_the_state_of_another_model_or_rule_is_refused(model, settings, message):
+    saved = ISOPO(linear())
+    with pytest.raises(ValueError, match=message):
+        ISOPO(model, **settings).load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings"),
+    [
+        ("name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None", {}),
+        (
+            "name='fig4', fisher_power=None, norm_power=-0.5, relative_power=None, regularization=0.1",
+            {"rule": "fig4", "norm_power": -0.5, "regularization": 0.1},
+        ),
+        (
+            "name='interacting', fisher_power=None, norm_power=None, relative_power=None, regularization=None",
+            {"rule": "interacting"},
+        ),
+    ],
+)
+def test_a_state_that_version_0_1_0_saved_is_taken(saved, settings):
+    isopo = ISOPO(linear(), **settings)
+    state = {**isopo.state_dict(), "rule": f"Rule({saved}, keep_small=False, scale='relative')"}
+    isopo.load_state_dict(state)
+    with pytest.raises(ValueError, match="belong to name"):
+        ISOPO(linear(), "euclidean").load_state_dict(state)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "a layer in place"])
+def test_a_compiled_model_is_refused(how):
+    model = linear()
+    if how == "wrapped":
+        model = torch.compile(model)
+    else:
+        (model if how == "in place" else model[1]).compile()
+    with pytest.raises(ValueError, match="compiled.*uncompiled"):
+        ISOPO(model)
+
+
+def test_multipliers_are_the_coefficients_over_the_advantages():
+    torch.manual_seed(0)
+    model = linear()
+    isopo = ISOPO(model, "euclidean", scale="paper")
+    with pytest.raises(RuntimeError, match="before any microbatch"):
+        isopo.multipliers()
+    x = torch.randn(2, 4, 3)
+    with isopo.microbatch(torch.tensor([2.0, 0.0]), attention_mask=MASK):
+        model(x).sum().backward()
+    found = isopo.multipliers()
+    assert list(found) == ["0.weight", "1.weight"]
+    model.zero_grad()
+    isopo.detach()
+    model(x[:1]).sum().backward()
+    norm = torch.cat([model[0].weight.grad.flatten(), model[0].bias.grad]).norm()
+    assert found["0.weight"][0].item() == pytest.approx(1 / norm.item(), rel=1e-5)
+    assert found["0.weight"][1].isnan()

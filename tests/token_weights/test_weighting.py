@@ -1,0 +1,99 @@
+"""What every weighting shares: sums over the microbatches of a step and over ranks, and their end."""
+
+import pytest
+import torch
+
+from isopo_trl import ISOPOConfig
+from isopo_trl.token_weights import named
+from tests import training
+
+
+NAMES = ["sampler", "p3o", "kpo"]
+
+
+class Ranks:
+    """A second process that has seen the same as this one."""
+
+    def reduce(self, tensor, reduction):
+        assert reduction == "sum"
+        return 2 * tensor
+
+    def gather(self, tensor):
+        return torch.cat([tensor, tensor])
+
+
+def weighting(name, ranks=None):
+    return named(name)(ISOPOConfig("unused", token_weights=name, **training.SETTINGS), ranks)
+
+
+def microbatch(seed, shape=(3, 5)):
+    generator = torch.Generator().manual_seed(seed)
+    logps = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    behaviour = logps + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    mask = (torch.rand(shape, generator=generator) < 0.8).long()
+    return logps.requires_grad_(), behaviour, mask
+
+
+def effective_sample_size(microbatches):
+    r = torch.cat([(logps - behaviour)[mask.bool()].exp().detach() for logps, behaviour, mask in microbatches])
+    return r.sum() ** 2 / (len(r) * r.square().sum())
+
+
+@pytest.mark.parametrize("ranks", [None, Ranks()], ids=["alone", "two ranks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_of_a_step_are_those_of_all_its_microbatches(name, ranks):
+    own, batches = weighting(name, ranks), [microbatch(seed) for seed in range(3)]
+    for _ in range(2):  # steps
+        for batch in batches:
+            own(*batch)
+        figures = own.step()
+        torch.testing.assert_close(figures["ess"], effective_sample_size(batches))
+        assert own.sums is None and own.step() == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_a_step_that_was_given_up_is_left(name):
+    own = weighting(name)
+    own(*microbatch(0))
+    own.reset()
+    own(*microbatch(1))
+    torch.testing.assert_close(own.step()["ess"], effective_sample_size([microbatch(1)]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_is_not_part_of_the_step(name):
+    own = weighting(name)
+    own(*microbatch(0))
+    with torch.no_grad():
+        weighted = own(*microbatch(1))
+    torch.testing.assert_close(own.figures(weighted.sums)["ess"], effective_sample_size([microbatch(1)]))
+    torch.testing.assert_close(own.step()["ess"], effective_sample_size([microbatch(0)]))
+
+
+def test_bound_of_p3o_follows_the_microbatches_of_the_step():
+    own, batches = weighting("p3o"), [microbatch(seed) for seed in range(3)]
+    for part, (logps, behaviour, mask) in enumerate(batches):
+        weighted = own(logps, behaviour, mask)
+        ess = effective_sample_size(batches[: part + 1])
+        ratio = torch.where(mask.bool(), (logps - behaviour).detach().exp(), 1.0)
+        torch.testing.assert_close(weighted.weights, torch.minimum(ratio, ess))
+        z = torch.where(mask.bool(), (logps - behaviour).detach(), 0.0)
+        torch.testing.assert_close(weighted.unscaled().slope, (1 - ess) * z * z.exp())
+
+
+def test_pull_of_p3o_vanishes_on_policy():
+    logps, _, mask = microbatch(0)
+    assert weighting("p3o")(logps, logps.detach(), mask).unscaled() is None
+
+
+def test_two_weightings_of_one_configuration_do_not_share_their_sums():
+    args = ISOPOConfig("unused", token_weights="p3o", **training.SETTINGS)
+    one, other = (named("p3o")(args) for _ in range(2))
+    one(*microbatch(0))
+    assert one.sums is not None and other.sums is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_weighting_asks_anything_but_its_own_settings(name):
+    assert named(name).needs_behaviour and not named("none").needs_behaviour
+    assert named(name).credit and named(name).title

@@ -1,0 +1,70 @@
+"""What runs leave behind: logs, good and broken, and pictures."""
+
+import json
+import os
+import struct
+
+from isopo_trl.validation.curves import CURVES
+
+
+REWARD, ACCURACY, KL = CURVES
+
+
+def log(*names, steps=3, shift=0.0):
+    """A log as the trainer writes it: a line for the figures of training, one for those of validation."""
+    lines = []
+    for step in range(steps):
+        for kind in ([REWARD], [ACCURACY, KL]):
+            line = {name: shift + 0.1 * step + len(name) for name in kind if name in names}
+            lines += [{**line, "epoch": step / 10, "step": step}] if line else []
+    return [*lines, {"train_runtime": 1.0, "step": steps}]
+
+
+def write(folder, lines, age=0):
+    """The log in a folder of its own; `age` in seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": lines, "global_step": 3}))
+    os.utime(file, (1_000_000 - age, 1_000_000 - age))
+    return folder
+
+
+BROKEN = {
+    "no file": (None, "cannot be read"),
+    "empty": ("", "is not a trainer_state.json"),
+    "broken": ('{"log_history": [', "is not a trainer_state.json"),
+    "binary": (b"\xff\xfe\x00\x80", "cannot be read"),
+    "list": ("[1, 2]", "is not a trainer_state.json"),
+    "text": ('"log_history"', "is not a trainer_state.json"),
+    "other keys": ('{"history": []}', "is not a trainer_state.json"),
+    "null log": ('{"log_history": null}', "is not a trainer_state.json"),
+    "log of text": ('{"log_history": ["reward"]}', "is not a trainer_state.json"),
+    "line without step": ('{"log_history": [{"reward": 1.0}]}', "is not a trainer_state.json"),
+    "last line without step": (
+        '{"log_history": [{"reward": 1.0, "step": 1}, {"loss": 1.0}]}',
+        "is not a trainer_state",
+    ),
+    "reward of text": ('{"log_history": [{"step": 1, "reward": "much"}]}', "is not a trainer_state.json"),
+    "empty log": ('{"log_history": []}', "has none of reward, validation/accuracy, validation/kl"),
+    "another trainer": ('{"log_history": [{"loss": 1.0, "step": 1}]}', "has none of reward"),
+    "rewards of none": ('{"log_history": [{"step": 1, "reward": null}]}', "has none of reward"),
+}
+
+
+def broken(folder, case):
+    content, message = BROKEN[case]
+    file = folder / "trainer_state.json"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file, message
+
+
+def png_size(path):
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[-8:-4] == b"IEND"
+    return struct.unpack(">II", content[16:24])
+
+
+def legends(figure):
+    found = [*figure.legends, *(panel.get_legend() for panel in figure.axes)]
+    return {text.get_text() for legend in found if legend for text in legend.get_texts()}
