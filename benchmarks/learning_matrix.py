@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -121,8 +122,23 @@ class Matrix:
             for run in grid
         )[2]
 
-    def expected_seconds(self, run: Run) -> float:
-        return self.content["expected"]["start"] + self.content["expected"]["step"] * run.settings["steps"]
+    def expected_seconds(self, run: Run, finished: dict[str, dict[str, Any]], parallel: int) -> float:
+        """
+        Seconds from the start of a run's process to its end: by the finished runs of the same task that were made with
+        as many at a time, else as the matrix says.
+        """
+        like = [
+            result
+            for result in finished.values()
+            if result.get("settings", {}).get("task") == run.settings["task"]
+            and result["settings"]["steps"] > 0
+            and result["hardware"]["parallel"] == parallel
+        ]
+        start, step = self.content["expected"]["start"], self.content["expected"]["step"]
+        if like:
+            start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
+            step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)
+        return start + step * run.settings["steps"]
 
 
 def run_name(method: str, given: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
 """Several runs of `learning.py` side by side on one machine, each in a process of its own, until a deadline."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ class Worker:
     log: Path
     started: float
     attempt: int
+    port: int
     read: int = 0
     marks: set[str] = field(default_factory=set)
 
@@ -91,7 +94,9 @@ class Schedule:
         self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
         self.running: list[Worker] = []
         self.failures: dict[str, int] = {}
-        self.pace = 1.0  # seconds taken over seconds expected, the slowest run so far
+        # What a run takes is known from earlier stretches; how this one compares with them, from its slowest run
+        self.earlier = read_results(results)
+        self.pace = 1.0
         self.last_start = float("-inf")
         self.warm = False  # some run has been ready
 
@@ -132,8 +137,11 @@ class Schedule:
             if isinstance(run, Run)
             and run.name not in taken
             and self.failures.get(run.name, 0) < 2
-            and time.time() + self.pace * self.matrix.expected_seconds(run) < self.deadline
+            and time.time() + self.pace * self._expected(run) < self.deadline
         ]
+
+    def _expected(self, run: Run) -> float:
+        return self.matrix.expected_seconds(run, self.earlier, self.parallel)
 
     def _has_room(self) -> bool:
         return sum(worker.run.settings["steps"] > 0 for worker in self.running) < self.parallel
@@ -153,6 +161,7 @@ class Schedule:
     def _start(self, run: Run) -> None:
         attempt = self.failures.get(run.name, 0) + 1
         log = self.logs / f"{run.name}.{attempt}.log"
+        port = free_port({worker.port for worker in self.running})
         with open(log, "w") as file:
             process = subprocess.Popen(
                 self.command(run, attempt),
@@ -160,10 +169,10 @@ class Schedule:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port)},
             )
         self.last_start = time.time()
-        self.running.append(Worker(run, process, log, self.last_start, attempt))
+        self.running.append(Worker(run, process, log, self.last_start, attempt, port))
         self._say(f"started {run.name}" + (" again" if attempt > 1 else ""))
 
     def _reap(self) -> list[str]:
@@ -179,7 +188,7 @@ class Schedule:
             if worker.process.returncode == 0 and (self.results / f"{worker.run.name}.json").exists():
                 made.append(worker.run.name)
                 if worker.run.settings["steps"]:  # one without says little about the others
-                    self.pace = max(self.pace, seconds / self.matrix.expected_seconds(worker.run))
+                    self.pace = max(self.pace, seconds / self._expected(worker.run))
                 self._say(f"made {worker.run.name} in {seconds:.0f} s")
             else:
                 self._tidy(worker.run)
@@ -194,6 +203,21 @@ class Schedule:
     def _say(self, text: str) -> None:
         left = self.deadline - time.time()
         print(f"[{time.strftime('%H:%M:%S')}, {left:.0f} s left, {len(self.running)} running] {text}", flush=True)
+
+
+def free_port(taken: set[int]) -> int:
+    """
+    A port that nobody listens on, and that no worker was given: it may not have come to use it yet. By itself TRL
+    looks for one among four, and workers that start together find the same.
+    """
+    with contextlib.ExitStack() as held:
+        while True:
+            # Those that are taken stay bound meanwhile, so that the next one is another
+            listener = held.enter_context(socket.socket())
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
+            if port not in taken:
+                return port
 
 
 def free_gib() -> float:

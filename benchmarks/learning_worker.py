@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.callbacks import ValidationCallback
-from isopo_trl.data import as_prompts, load_gsm8k
-from isopo_trl.rewards import format_reward, gsm8k_reward
+from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k
+from isopo_trl.validation import ValidationCallback
 
 
 # Settings of a run that are ISOPOConfig's, handed on by name
@@ -325,8 +324,11 @@ def test_figures(final: Validation, tests) -> dict[str, Any]:
 
 
 def columns(history: list[dict[str, Any]], seconds: list[float]) -> dict[str, list[float | None]]:
-    """The log of training, one list per figure with an entry per optimizer step."""
-    lines = [line for line in history if "reward" in line and "train_runtime" not in line]
+    """
+    The log of training, one list per figure with an entry per optimizer step; `None` where a step has no such figure,
+    as the reward, which is logged once per generation.
+    """
+    lines = [line for line in history if "grad_norm" in line and "train_runtime" not in line]
     names = sorted({name for line in lines for name in line} - {"epoch", "step"})
     table = {name: [significant(line.get(name)) for line in lines] for name in names}
     return {"step": [line["step"] for line in lines], "seconds": [significant(s) for s in seconds], **table}

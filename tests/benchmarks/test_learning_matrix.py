@@ -82,6 +82,25 @@ def test_the_best_rate_is_that_of_the_best_held_back_accuracy(learning_matrix, a
     assert [run.name for run in matrix.runs(finished)][3:] == [f"fisher-lr{best}-seed1", f"fisher-lr{best}-seed2"]
 
 
+def took(task, steps, parallel, total, train):
+    settings = {"task": task, "steps": steps}
+    return {"settings": settings, "hardware": {"parallel": parallel}, "seconds": {"total": total, "train": train}}
+
+
+def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
+    matrix = learning_matrix.Matrix(small([RATES]))
+    run = next(matrix.runs({}))  # 4 steps
+    others = {
+        "another task": took("sums", 4, 6, 1000, 900),
+        "alone on the machine": took("gsm8k", 4, 1, 7, 4),
+        "start": took("gsm8k", 0, 6, 500, 0),
+    }
+    assert matrix.expected_seconds(run, others, 6) == 10 + 4 * 1
+    like = {"a": took("gsm8k", 10, 6, 50, 20), "b": took("gsm8k", 2, 6, 60, 20), "c": took("gsm8k", 4, 6, 56, 20)}
+    # 30, 40, 36 beside the steps, and 2, 10, 5 per step
+    assert matrix.expected_seconds(run, others | like, 6) == 36 + 4 * 5
+
+
 def test_a_group_that_asks_for_what_is_not_there_is_refused(learning_matrix):
     with pytest.raises(ValueError, match="method 'unknown'"):
         learning_matrix.Matrix(small([{"group": "a", "over": {"method": ["unknown"]}}]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,10 +12,11 @@ import pytest
 
 # Stands in for a run: notes when it started and ended, and does what its name asks for
 WORKER = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 name, folder, attempt = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 note = lambda what: open(folder / "events", "a").write(f"{what} {name} {time.time()}\\n")
 note("start")
+(folder / "ports").open("a").write(os.environ["MASTER_PORT"] + "\\n")
 if "slow" in name:
     (folder / "runs" / f"{name}.json.part").write_text("half")
     time.sleep(60)
@@ -112,6 +114,34 @@ def test_what_is_unfinished_at_the_deadline_leaves_nothing_behind(scheduled, tmp
 def test_a_run_that_cannot_end_before_the_deadline_is_not_started(scheduled, tmp_path):
     outcome, events = scheduled(["a"], deadline=5.0, expected=50.0)
     assert outcome["made"] == [] and events == []
+
+
+def test_the_first_run_of_a_stretch_counts_on_what_earlier_runs_took(scheduled, tmp_path):
+    """The matrix says 1 s; a run of the same task took 100 s, so that another does not fit into 50."""
+    (tmp_path / "runs").mkdir()
+    seconds = {"total": 100.0, "train": 60.0}
+    earlier = {"settings": {"task": "t", "steps": 1}, "hardware": {"parallel": 2}, "seconds": seconds}
+    (tmp_path / "runs" / "earlier.json").write_text(json.dumps(earlier))
+    outcome, events = scheduled(["a"], deadline=50.0, parallel=2)
+    assert outcome["made"] == [] and events == []
+
+
+def test_runs_side_by_side_have_ports_of_their_own(scheduled, tmp_path):
+    scheduled(["a", "b", "c"], parallel=3)
+    ports = (tmp_path / "ports").read_text().split()
+    assert len(set(ports)) == 3
+
+
+def test_a_port_that_somebody_holds_or_was_promised_is_not_given():
+    from learning_schedule import free_port
+
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        ports: set[int] = set()
+        for _ in range(50):
+            ports.add(free_port(ports))
+        assert len(ports) == 50 and other.getsockname()[1] not in ports
 
 
 def test_a_deadline_is_a_duration_or_the_next_such_time_of_day(scheduled):
