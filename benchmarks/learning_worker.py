@@ -125,10 +125,12 @@ class Recorded:
                 self.prompts[self.state.global_step].append(json.dumps(real).encode())  # type: ignore[attr-defined]
         return inputs
 
-    def prompt_hashes(self) -> list[str]:
-        """Of each optimizer step, a hash of its prompts, whatever their order within the step."""
-        steps = (self.prompts[step] for step in sorted(self.prompts))
-        return [hashlib.sha256(b"\n".join(sorted(rows))).hexdigest()[:12] for rows in steps]
+    def prompt_hashes(self, steps: int = 1) -> list[str]:
+        """Of so many optimizer steps at a time, a hash of their prompts, whatever the order among these."""
+        parts: dict[int, list[bytes]] = defaultdict(list)
+        for step in sorted(self.prompts):
+            parts[step // steps] += self.prompts[step]
+        return [hashlib.sha256(b"\n".join(sorted(rows))).hexdigest()[:12] for rows in parts.values()]
 
 
 @contextmanager
@@ -260,7 +262,10 @@ def work(
         "held_back": len(held_back),
         "test": test_figures(final, tests),
         "steps": columns(trainer.state.log_history, clock.seconds),
+        # Which of a generation's completions a step takes is drawn after sampling them, so it may differ where
+        # transformers generates
         "prompts": trainer.prompt_hashes(),
+        "prompts_of_generations": trainer.prompt_hashes(settings["steps_per_generation"]),
         "seconds": rounded(
             {
                 "start": started,

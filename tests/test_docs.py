@@ -153,10 +153,15 @@ def commands(name):
 
 
 @functools.cache
-def help_of(script):
+def help_of(script, *command):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, script, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, script, *command, "--help"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -164,7 +169,9 @@ def help_of(script):
 
 def check_script(script, arguments):
     assert (ROOT / script).is_file(), script
-    known = set(re.findall(r"--[\w-]+", help_of(script)))
+    command = arguments[:1] if "add_subparsers" in (ROOT / script).read_text() else []
+    options = help_of(script, *command).partition("options:")[2]  # not what its own examples use
+    known = set(re.findall(r"--[\w-]+", options))
     if "TrlParser" in (ROOT / script).read_text():
         known.add("--config")  # which it takes without telling
     for argument in arguments:
