@@ -134,7 +134,8 @@ class Matrix:
             and result["settings"]["steps"] > 0
             and result["hardware"]["parallel"] == parallel
         ]
-        start, step = self.content["expected"]["start"], self.content["expected"]["step"]
+        expected = self.content["expected"]
+        start, step = expected["start"], max(expected["alone"], expected["step"] * parallel)
         if like:
             start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
             step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)

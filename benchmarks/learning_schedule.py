@@ -94,9 +94,8 @@ class Schedule:
         self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
         self.running: list[Worker] = []
         self.failures: dict[str, int] = {}
-        # What a run takes is known from earlier stretches; how this one compares with them, from its slowest run
-        self.earlier = read_results(results)
-        self.pace = 1.0
+        self.earlier = read_results(results)  # from which it is known what a run takes
+        self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
         self.last_start = float("-inf")
         self.warm = False  # some run has been ready
 
@@ -131,13 +130,14 @@ class Schedule:
         """Runs, in order, that are neither made nor under way nor given up, and that can end before the deadline."""
         results = read_results(self.results)
         taken = {worker.run.name for worker in self.running} | set(results)
+        pace = max(self.paces, default=1.0)  # the slowest of this stretch says more than earlier ones
         return [
             run
             for run in self.matrix.runs(results, self.groups)
             if isinstance(run, Run)
             and run.name not in taken
             and self.failures.get(run.name, 0) < 2
-            and time.time() + self.pace * self._expected(run) < self.deadline
+            and time.time() + pace * self._expected(run) < self.deadline
         ]
 
     def _expected(self, run: Run) -> float:
@@ -188,7 +188,7 @@ class Schedule:
             if worker.process.returncode == 0 and (self.results / f"{worker.run.name}.json").exists():
                 made.append(worker.run.name)
                 if worker.run.settings["steps"]:  # one without says little about the others
-                    self.pace = max(self.pace, seconds / self._expected(worker.run))
+                    self.paces.append(seconds / self._expected(worker.run))
                 self._say(f"made {worker.run.name} in {seconds:.0f} s")
             else:
                 self._tidy(worker.run)

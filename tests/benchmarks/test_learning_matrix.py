@@ -27,7 +27,7 @@ def small(groups, **others):
     return {
         "defaults": {"task": "gsm8k", "steps": 4, "rule": "none"},
         "tasks": {"gsm8k": {}, "sums": {"steps": 2}},
-        "expected": {"start": 10, "step": 1},
+        "expected": {"start": 10, "step": 1, "alone": 3},
         "methods": {"plain": {}, "fisher": {"rule": "fisher"}},
         "groups": groups,
         **others,
@@ -95,7 +95,8 @@ def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
         "alone on the machine": took("gsm8k", 4, 1, 7, 4),
         "start": took("gsm8k", 0, 6, 500, 0),
     }
-    assert matrix.expected_seconds(run, others, 6) == 10 + 4 * 1
+    assert matrix.expected_seconds(run, others, 6) == 10 + 4 * 6 * 1
+    assert matrix.expected_seconds(run, {}, 2) == 10 + 4 * 3  # no faster than alone
     like = {"a": took("gsm8k", 10, 6, 50, 20), "b": took("gsm8k", 2, 6, 60, 20), "c": took("gsm8k", 4, 6, 56, 20)}
     # 30, 40, 36 beside the steps, and 2, 10, 5 per step
     assert matrix.expected_seconds(run, others | like, 6) == 36 + 4 * 5

@@ -44,7 +44,7 @@ def scheduled(tmp_path):
         content = {
             "defaults": {"task": "t", "steps": steps},
             "tasks": {"t": {}},
-            "expected": {"start": expected, "step": 0},
+            "expected": {"start": expected, "step": 0, "alone": 0},
             "methods": {method: {} for method in methods},
             "groups": [{"group": "all", "over": {"method": methods}}],
         }
@@ -124,6 +124,24 @@ def test_the_first_run_of_a_stretch_counts_on_what_earlier_runs_took(scheduled, 
     (tmp_path / "runs" / "earlier.json").write_text(json.dumps(earlier))
     outcome, events = scheduled(["a"], deadline=50.0, parallel=2)
     assert outcome["made"] == [] and events == []
+
+
+@pytest.mark.parametrize(("paces", "fits"), [([], False), ([0.4], True), ([0.4, 0.9], False)])
+def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_path, paces, fits):
+    from learning_matrix import Matrix
+    from learning_schedule import Schedule
+
+    content = {
+        "defaults": {"task": "t", "steps": 1},
+        "tasks": {"t": {}},
+        "expected": {"start": 1000, "step": 0, "alone": 0},
+        "methods": {"a": {}},
+        "groups": [{"group": "all", "over": {"method": ["a"]}}],
+    }
+    deadline = time.time() + 600
+    schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], deadline, 1, 0.0, tmp_path)
+    schedule.paces += paces
+    assert bool(schedule._candidates()) == fits
 
 
 def test_runs_side_by_side_have_ports_of_their_own(scheduled, tmp_path):
