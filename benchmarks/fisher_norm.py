@@ -42,6 +42,7 @@ from isopo_trl.rules.rule import Coefficients, Rule  # noqa: E402
 
 
 POSITIONS = (16, 64, 250, 1024)
+DRAWS = 5  # of each number of positions
 DEFAULT = HERE / "learning" / "fisher_norm"
 
 
@@ -168,8 +169,8 @@ class Recorded(Rule):
 
 def package_norms(model: nn.Module, batch: Batch, seed: int = 0) -> dict[str, dict[str, Any]]:
     """
-    Of each trained module: `fisher` by number of positions (the key `"all"` for every one) and `"reduced"`, `norm`,
-    each `[m]`, and `own`, `sum_{j in s} <G_j, V_s>^2` `[m]`, by which the size of a step is chosen.
+    Of each trained module: `fisher` by number of positions (`"all"` for every one) and `"reduced"`, a list of draws,
+    `[m]` each; `norm` `[m]`; and `own`, `sum_{j in s} <G_j, V_s>^2` `[m]`, by which the size of a step is chosen.
     """
     rule = Recorded(name="recorded")
     isopo = ISOPO(model, rule, fisher_samples=batch.ids.numel(), seed=seed)
@@ -182,16 +183,22 @@ def package_norms(model: nn.Module, batch: Batch, seed: int = 0) -> dict[str, di
         isopo.detach()
         model.zero_grad(set_to_none=True)
     assert samples is not None
-    sequence = samples.rows // batch.ids.shape[1]
+    real = ~samples.absent
+    sequence = (samples.rows // batch.ids.shape[1])[real]
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(sequence), generator=generator).to(sequence.device) for _ in range(DRAWS)]
     result = {}
     for index, layer in enumerate(isopo.layers):
         found = rule.found[index]
         overlap, size, ntk = found.overlap, found.sample_norm, found.ntk
         assert overlap is not None and size is not None and ntk is not None and found.norm is not None
-        # Samples come in random order, so the first n of all are n at random
-        fisher = {str(n): fisher_norm(overlap[:n], size[:n])[0].tolist() for n in POSITIONS}
-        fisher["all"] = fisher_norm(overlap, size)[0].tolist()
-        fisher["reduced"] = fisher_norm(ntk, ntk.diagonal())[0].tolist()
+        overlap, size = overlap[real], size[real]
+        fisher = {
+            str(n): [fisher_norm(overlap[order[:n]], size[order[:n]])[0].tolist() for order in orders]
+            for n in POSITIONS
+        }
+        fisher["all"] = [fisher_norm(overlap, size)[0].tolist()]
+        fisher["reduced"] = [fisher_norm(ntk, ntk.diagonal())[0].tolist()]
         own = [overlap[sequence == s, s].double().square().sum().item() for s in range(len(batch.ids))]
         result[layer.name] = {"fisher": fisher, "norm": found.norm.clamp(min=0).sqrt().tolist(), "own": own}
     return result
@@ -315,8 +322,8 @@ def measure(model: nn.Module, batch: Batch, names: list[str], others: int, targe
     ]
     for s in range(m):
         sequence_gradient(model, batch, s)
-        # The same others for every layer
-        rest = [(s + 1 + k * (m - 1) // max(others, 1)) % m for k in range(others)]
+        # The same for every layer, and of other prompts: completions of one prompt are neighbours
+        rest = [(s + (k + 1) * m // (others + 1)) % m for k in range(others)]
         for row in rows:
             name = row["layer"]
             parameters = list(modules[name].parameters(recurse=False))

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import learning_figures
@@ -383,8 +384,9 @@ def fisher_norm_tables(name: str, result: Result) -> list[str]:
         f"n = {len(quadratic)}), so it is quadratic here.",
         "",
         "Rank correlation between sequences, median over layers (n = number of layers): of each norm with the root of "
-        "the measured divergence per squared size of the step, in the sequence itself and in another one; along `V_s` "
-        "as it is, and along `V_s / |V_s|`, where the length of the gradient cannot help.",
+        "the measured divergence per squared size of the step, in the sequence itself and in completions of other "
+        "prompts; along `V_s` as it is, and along `V_s / |V_s|`, where the length of the gradient cannot help. With "
+        "some of the positions, means over several draws of them.",
         "",
     ]
     names = [*layers[0]["fisher"], "norm"]
@@ -394,7 +396,7 @@ def fisher_norm_tables(name: str, result: Result) -> list[str]:
         if layers[0][where][0] is None:
             continue
         cells = [correlation_cell(layers, n, where, along) for n in names]
-        place = "itself" if where == "kl" else "another"
+        place = "itself" if where == "kl" else "others"
         lines.append(row([place, "`V_s / abs(V_s)`" if along else "`V_s`", str(len(layers)), *cells]))
     lines += ["", "By kind of layer, measured in the sequence itself, along `V_s`:", ""]
     lines += by_kind(layers, names, heads, False)
@@ -424,14 +426,18 @@ def correlation_cell(layers: list[Result], name: str, where: str, unit: bool) ->
 
 
 def correlation(layer: Result, name: str, where: str, unit: bool) -> float | None:
-    """Rank correlation over sequences of a norm with the root of the divergence over the step's size."""
+    """
+    Rank correlation over sequences of a norm with the root of the divergence over the step's size, mean over the draws
+    of positions.
+    """
     norm = layer["norm"]
-    estimate = norm if name == "norm" else layer["fisher"][name]
+    draws = [norm] if name == "norm" else layer["fisher"][name]
     measured = [max(divergence, 0) ** 0.5 / size for divergence, size in zip(layer[where], layer["size"], strict=True)]
     if unit:
-        estimate = [value / length for value, length in zip(estimate, norm, strict=True)]
+        draws = [[value / length for value, length in zip(draw, norm, strict=True)] for draw in draws]
         measured = [value / length for value, length in zip(measured, norm, strict=True)]
-    return spearman(estimate, measured)
+    values = known(spearman(draw, measured) for draw in draws)
+    return fmean(values) if values else None
 
 
 # Figures of one run

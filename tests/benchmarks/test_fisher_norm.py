@@ -46,9 +46,31 @@ def test_norms_are_those_of_each_sequence_alone(fisher_norm, model, batch):
         K = V @ V.t()
         reduced = (K.square().sum(0) / K.trace()).sqrt()
         torch.testing.assert_close(torch.tensor(norms[name]["norm"], dtype=V.dtype), V.norm(dim=1))
-        torch.testing.assert_close(torch.tensor(norms[name]["fisher"]["reduced"], dtype=V.dtype), reduced)
+        torch.testing.assert_close(torch.tensor(norms[name]["fisher"]["reduced"][0], dtype=V.dtype), reduced)
         # Fewer positions than 64: all of them, whichever number is asked for
-        assert norms[name]["fisher"]["64"] == pytest.approx(norms[name]["fisher"]["all"])
+        (whole,) = norms[name]["fisher"]["all"]
+        assert all(draw == pytest.approx(whole) for draw in norms[name]["fisher"]["64"])
+        assert any(draw != pytest.approx(whole) for draw in norms[name]["fisher"]["16"])
+
+
+def test_other_sequences_are_those_of_other_prompts(fisher_norm, model, batch, monkeypatch):
+    """Of four completions, two per prompt, the other one is measured two places further on."""
+    asked = []
+    own = fisher_norm.Divergence.__call__
+    monkeypatch.setattr(
+        fisher_norm.Divergence, "__call__", lambda self, s, cut=0: asked.append(s) or own(self, s, cut)
+    )
+    fisher_norm.measure(model, batch, ["lm_head"], others=1, target=1e-4)
+    assert [(a, b) for a, b in zip(asked, asked[1:], strict=False) if abs(a - b) == 2] == [
+        (0, 2),
+        (2, 0),
+        (1, 3),
+        (3, 1),
+        (2, 0),
+        (0, 2),
+        (3, 1),
+        (1, 3),
+    ]
 
 
 def test_every_kind_of_layer_is_chosen_and_of_blocks_as_many_as_asked_for(fisher_norm, model):
