@@ -1,8 +1,8 @@
 """
 The seam to TRL: every name through which isopo_trl reaches into TRL where TRL promises nothing.
 
-What is private is looked up with [`require`], which notes what is missing or has another signature; the end of this file
-raises if anything was noted, so that a TRL that has changed is found at import, by name, and not by a wrong gradient.
+What is private is looked up with [`require`], which notes what is missing or has another signature; the end of this
+file raises if anything was noted, so that a TRL that has changed is found at import, and not by a wrong gradient.
 The methods that [`ISOPOTrainer`] overrides stand in `trainer.py`, as they must; their signatures are checked here.
 """
 
