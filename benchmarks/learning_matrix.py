@@ -1,0 +1,168 @@
+"""The matrix of runs of `learning.py`: which there are, which come next, and which learning rate was the best."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+
+BEST = "best"
+# How settings other than method, rate and seed stand in a run's name
+SHORT = {
+    "regularization": "lambda",
+    "steps_per_generation": "stale",
+    "microbatch": "microbatch",
+    "token_weights": "weights",
+    "optimizer": "optimizer",
+    "lora": "lora",
+    "grouped": "grouped",
+    "task": "task",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its name, from what sets it apart, and every setting it is made with."""
+
+    name: str
+    group: str
+    method: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run as the matrix asks for it: its learning rate may still be `"best"`, that of group `rates_of`."""
+
+    group: str
+    method: str
+    given: dict[str, Any]
+    rates_of: str
+
+
+class Matrix:
+    """The file, read: `entries` in order, and the settings they stand for."""
+
+    def __init__(self, content: dict[str, Any], smoke: bool = False):
+        self.content = content
+        self.smoke = content.get("smoke", {}) if smoke else {}
+        self.entries = list(self._expanded())
+        self.groups = {group["group"]: group.get("answers", "") for group in content["groups"]}
+
+    @classmethod
+    def read(cls, path: str | Path, smoke: bool = False) -> "Matrix":
+        with open(path) as file:
+            return cls(yaml.safe_load(file), smoke)
+
+    def _expanded(self) -> Iterator[Entry]:
+        names = [group["group"] for group in self.content["groups"]]
+        for group in self.content["groups"]:
+            over = group["over"]
+            rates_of = group.get("rates_of", "rates")
+            for values in itertools.product(*over.values()):
+                given = {**group.get("with", {}), **dict(zip(over, values, strict=True))}
+                method = given.pop("method", None)
+                if method not in self.content["methods"]:
+                    raise ValueError(
+                        f"Group {group['group']!r} asks for method {method!r}: expected is one of "
+                        f"{', '.join(self.content['methods'])}."
+                    )
+                if given.get("learning_rate") == BEST and rates_of not in names:
+                    raise ValueError(f"Group {group['group']!r} takes rates of {rates_of!r}, which is not a group.")
+                yield Entry(group["group"], method, given, rates_of)
+
+    def run(self, entry: Entry, learning_rate: float | None = None) -> Run:
+        """The run of an entry, once its learning rate is known."""
+        given = dict(entry.given)
+        if learning_rate is not None:
+            given["learning_rate"] = float(learning_rate)
+        settings = (
+            self.content["defaults"] | self.content["tasks"][given.get("task", self.content["defaults"]["task"])]
+        )
+        settings = settings | self.content["methods"][entry.method] | given
+        name = run_name(entry.method, given)
+        smaller = dict(self.smoke)
+        if settings["steps"] == 0:
+            smaller |= {"steps": 0, "validate_at": []}
+        return Run(name, entry.group, entry.method, settings | {"method": entry.method} | smaller)
+
+    def runs(self, finished: dict[str, dict[str, Any]], groups: list[str] | None = None) -> Iterator[Run | Entry]:
+        """Each run once, in order; entries whose rate cannot be known yet as they are."""
+        seen = set()
+        for entry in self.entries:
+            if groups and entry.group not in groups:
+                continue
+            rate = entry.given.get("learning_rate")
+            if rate == BEST:
+                rate = self.best_rate(entry, finished)
+                if rate is None:
+                    yield entry
+                    continue
+            run = self.run(entry, rate)
+            if run.name not in seen:
+                seen.add(run.name)
+                yield run
+
+    def best_rate(self, entry: Entry, finished: dict[str, dict[str, Any]]) -> float | None:
+        """Rate at which the method did best on held-back problems; None until its part of the grid is finished."""
+        grid = [self.run(e, e.given["learning_rate"]) for e in self.entries if e.group == entry.rates_of]
+        grid = [run for run in grid if run.method == entry.method]
+        if not grid:
+            raise ValueError(f"Group {entry.rates_of!r} has no rates of method {entry.method!r} to choose from.")
+        if any(run.name not in finished for run in grid):
+            return None
+        # Of equals the lower rate, which goes less far from the start
+        return max(
+            (held_back_score(finished[run.name]), -run.settings["learning_rate"], run.settings["learning_rate"])
+            for run in grid
+        )[2]
+
+    def expected_seconds(self, run: Run, finished: dict[str, dict[str, Any]], parallel: int) -> float:
+        """
+        Seconds from the start of a run's process to its end: by the finished runs of the same task that were made with
+        as many at a time, else as the matrix says.
+        """
+        like = [
+            result
+            for result in finished.values()
+            if result.get("settings", {}).get("task") == run.settings["task"]
+            and result["settings"]["steps"] > 0
+            and result["hardware"]["parallel"] == parallel
+        ]
+        expected = self.content["expected"]
+        start, step = expected["start"], max(expected["alone"], expected["step"] * parallel)
+        if like:
+            start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
+            step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)
+        return start + step * run.settings["steps"]
+
+
+def run_name(method: str, given: dict[str, Any]) -> str:
+    """File name of a run: method, what is not as usual, learning rate, seed."""
+    parts = [method]
+    for key, value in sorted(given.items()):
+        if key not in ("learning_rate", "seed"):
+            if key not in SHORT:
+                raise ValueError(f"{key!r} has no place in a run's name: expected is one of {', '.join(SHORT)}.")
+            parts.append(f"{SHORT[key]}{value}".replace("True", "").replace("False", "no"))
+    if "learning_rate" in given:
+        parts.append(f"lr{float(given['learning_rate']):.0e}".replace("e-0", "e-"))
+    if "seed" in given:
+        parts.append(f"seed{given['seed']}")
+    return "-".join(parts)
+
+
+def held_back_score(result: dict[str, Any]) -> float:
+    """What rates are chosen by: accuracy on held-back problems, mean of the last two validations."""
+    last = result["validations"][-2:]
+    return sum(validation["accuracy"] for validation in last) / len(last)
+
+
+def read_results(folder: str | Path) -> dict[str, dict[str, Any]]:
+    """Finished runs by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))}

@@ -1,0 +1,576 @@
+"""
+`learning.py report`: tables and figures of docs/results.md, from the results' files alone.
+
+What it writes stands between two markers of the page; the rest of the page is written by hand. Every number has its n
+beside it, and what is not yet run is said in its place.
+"""
+
+import itertools
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import learning_figures
+from learning_matrix import BEST, Matrix, Run, held_back_score, read_results
+from learning_statistics import bits, bootstrap_interval, interval_over_problems, median, spearman
+
+
+BEGIN = "<!-- made by `python benchmarks/learning.py report`: do not edit by hand -->"
+END = "<!-- end of what is made -->"
+
+Result = dict[str, Any]
+Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
+
+# What a seed's data depends on beside the seed
+OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation", "grouped")
+MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
+MAIN_GROUPS = ("first", "rates", "seeds", "seeds_of_others", "rates_of_euclidean", "divergence")
+
+
+def main(matrix: Path, results: Path, docs: Path) -> int:
+    page = docs / "results.md"
+    text = page.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        print(f"learning.py: {page} must have these two lines, once each:\n{BEGIN}\n{END}", file=sys.stderr)
+        return 2
+    report = Report(Matrix.read(matrix), read_results(results), read_results(results.parent / "fisher_norm"))
+    figures = report.figures(docs)
+    head, rest = text.split(BEGIN)
+    page.write_text(head + BEGIN + "\n\n" + report.text(figures) + "\n" + END + rest.split(END)[1])
+    differing = report.unequal_prompts()
+    for line in differing:
+        print(f"learning.py: {line}", file=sys.stderr)
+    return 1 if differing else 0
+
+
+class Report:
+    """
+    Args:
+        matrix: the runs there should be.
+        results: those there are, by name.
+        fisher_norms: results of `fisher_norm.py`, by model.
+    """
+
+    def __init__(self, matrix: Matrix, results: dict[str, Result], fisher_norms: dict[str, Result]):
+        self.matrix, self.results, self.fisher_norms = matrix, results, fisher_norms
+        self.start = results.get("start")
+
+    def text(self, figures: Iterable[str]) -> str:
+        figures = list(figures)
+        sections = [
+            self.made(),
+            self.rates("Learning rates", ("rates", "rates_of_euclidean"), always=True),
+            self.methods(figures),
+            self.lambdas(),
+            self.variants("Microbatches of one prompt's group", ("microbatches",), None),
+            self.variants("Stale data", ("stale", "stale_p3o"), "grpo"),
+            self.variants("LoRA", ("rates_lora", "lora"), "grpo"),
+            self.rates("LoRA: learning rates", ("rates_lora",)),
+            self.variants("Muon", ("rates_muon", "muon"), "grpo"),
+            self.rates("Muon: learning rates", ("rates_muon",)),
+            self.variants("Sums, on a CPU", ("sums",), "grpo"),
+            self.fisher_norm(),
+        ]
+        return "\n\n".join(section for section in sections if section) + "\n"
+
+    def figures(self, docs: Path) -> list[str]:
+        """Draws what there are runs for, and returns the names of the files."""
+        rows = {label: runs for label, runs in self.main_rows().items() if runs}
+        if not rows:
+            return []
+        return [
+            learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"),
+            learning_figures.divergence(rows, self.start, docs / "results_divergence.png"),
+        ]
+
+    # What there is
+
+    def made(self) -> str:
+        trained = [result for result in self.results.values() if result["settings"]["steps"]]
+        wanted = list(self.matrix.runs(self.results))
+        made = [run for run in wanted if isinstance(run, Run) and run.name in self.results]
+        lines = ["## What is made", "", f"{len(made)} of {len(wanted)} runs of the matrix."]
+        if trained:
+            hours = sum(r["seconds"]["total"] / r["hardware"]["parallel"] for r in trained) / 3600
+            lines[-1] += f" {len(trained)} trained, {hours:.1f} hours of a machine in all: " + "; ".join(
+                f"{count} on {device}, {parallel} at a time"
+                for (device, parallel), count in counted(
+                    (r["hardware"]["device"], r["hardware"]["parallel"]) for r in trained
+                )
+            )
+            lines[-1] += f". {described_versions(trained)}"
+        if self.start:
+            test, (held_back,) = self.start["test"], self.start["validations"]
+            lines += [
+                "",
+                f"Before training, greedy: {percent(test['accuracy'])} of {test['count']:,} test problems, "
+                f"{percent(held_back['accuracy'])} of {self.start['held_back']} held back from training (n = 1).",
+            ]
+        compared = self.compared_prompts()
+        if compared:
+            unequal = self.unequal_prompts()
+            lines += [
+                "",
+                f"Prompts of each generation are the same between methods of one seed: {compared - len(unequal)} of "
+                f"{compared} comparable runs." + "".join(f"\n\n**{line}**" for line in unequal),
+            ]
+        other = self.other_settings()
+        if other:
+            lines += ["", "Made with settings that the matrix has no more: " + "; ".join(other) + "."]
+        return "\n".join(lines)
+
+    def other_settings(self) -> list[str]:
+        """Runs whose settings are not those of the matrix; before the first step none of them matters."""
+        lines = []
+        for run in self.matrix.runs(self.results):
+            result = self.results.get(run.name) if isinstance(run, Run) else None
+            if result is None or not isinstance(run, Run) or not run.settings["steps"]:
+                continue
+            has = result["settings"]
+            names = sorted(key for key in {*has, *run.settings} if has.get(key) != run.settings.get(key))
+            if names:
+                lines.append(f"`{run.name}` ({', '.join(names)})")
+        return lines
+
+    def _by_data(self) -> list[list[Result]]:
+        groups = defaultdict(list)
+        for result in self.results.values():
+            if result["settings"]["steps"] and result.get("prompts_of_generations"):
+                groups[tuple(result["settings"].get(key) for key in OF_DATA)].append(result)
+        return [group for group in groups.values() if len(group) > 1]
+
+    def compared_prompts(self) -> int:
+        """Runs that have another one of the same seed beside them."""
+        return sum(map(len, self._by_data()))
+
+    def unequal_prompts(self) -> list[str]:
+        """Runs that saw other prompts than the first one of the same seed."""
+        lines = []
+        for first, *others in self._by_data():
+            for other in others:
+                pairs = zip(first["prompts_of_generations"], other["prompts_of_generations"], strict=False)
+                place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
+                if place is not None:
+                    lines.append(f"{other['name']} saw other prompts than {first['name']}, from generation {place} on")
+        return lines
+
+    # Sections
+
+    def rates(self, title: str, groups: tuple[str, ...], always: bool = False) -> str:
+        """The grid: accuracy on held-back problems by method and rate; nothing without a run, unless always."""
+        entries = [entry for entry in self.matrix.entries if entry.group in groups]
+        rates = sorted({entry.given["learning_rate"] for entry in entries})
+        names = {self.matrix.run(entry, entry.given["learning_rate"]).name for entry in entries}
+        if not always and not names & set(self.results):
+            return ""
+        lines = [f"## {title}", ""]
+        lines += ["Accuracy on held-back problems, mean of the last two validations, seed 0 (n = 1); the rate that is"]
+        lines += ["chosen is in bold, once the method's part of the grid is finished.", ""]
+        lines += table(["method", *map(short_rate, rates)])
+        for method in unique(entry.method for entry in entries):
+            own = [entry for entry in entries if entry.method == method]
+            best = self.best_of(own)
+            cells = []
+            for rate in rates:
+                entry = next((entry for entry in own if entry.given["learning_rate"] == rate), None)
+                result = self.results.get(self.matrix.run(entry, rate).name) if entry else None
+                score = percent(held_back_score(result)) if result else "not run"
+                cells.append(f"**{score}**" if result and rate == best else score)
+            lines.append(row([f"`{method}`", *cells]))
+        return "\n".join(lines)
+
+    def best_of(self, entries: list[Any]) -> float | None:
+        """The best rate of a method within these entries of one grid; None until all are finished."""
+        runs = [self.matrix.run(entry, entry.given["learning_rate"]) for entry in entries]
+        if any(run.name not in self.results for run in runs):
+            return None
+        return max((held_back_score(self.results[r.name]), -r.settings["learning_rate"]) for r in runs)[1] * -1
+
+    def main_rows(self) -> Rows:
+        """Each method at its rate, seeds that are made; the rate of most runs where the grid is not finished."""
+        rows: Rows = {}
+        for method in MAIN:
+            made = defaultdict(dict)
+            for result in self.results.values():
+                settings = result["settings"]
+                if variant(result) == method and settings["task"] == "gsm8k" and settings["steps"]:
+                    made[settings["learning_rate"]][settings["seed"]] = result
+            if not made:
+                continue
+            grid = [
+                entry
+                for entry in self.matrix.entries
+                if entry.method == method
+                and entry.group in ("rates", "rates_of_euclidean")
+                and entry.given["learning_rate"] != BEST
+            ]
+            best = self.best_of(grid) if grid else None
+            rate = best if best in made else max(made, key=lambda rate: (len(made[rate]), -rate))
+            mark = "" if best is not None else "*"
+            rows[f"{method}, {short_rate(rate)}{mark}"] = [made[rate][seed] for seed in sorted(made[rate])]
+        return rows
+
+    def methods(self, figures: list[str]) -> str:
+        lines = ["## Methods"]
+        rows = self.main_rows()
+        if not rows:
+            return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
+        lines += ["", *self.comparison(rows, next((label for label in rows if label.startswith("grpo,")), None))]
+        if any(label.endswith("*") for label in rows):
+            lines += ["", "\\* The method's grid of rates is not finished: the rate at which most runs are made."]
+        lines += ["", *self.tail(rows)]
+        captions = {
+            "results_accuracy.png": "Accuracy on held-back problems by step and by seconds of training; median and "
+            "range over seeds",
+            "results_divergence.png": "KL from the start against accuracy on held-back problems at the last step, a "
+            "point per run, with hulls",
+        }
+        for name in figures:
+            lines += ["", f"![{captions[name]}]({name})"]
+        return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
+
+    def lambdas(self) -> str:
+        rows: Rows = defaultdict(list)
+        for method in ("fisher", "fig4"):
+            found = [r for r in self.trained("gsm8k") if re.fullmatch(rf"{method}(-lambda[\d.]+)?", variant(r))]
+            rates = {r["settings"]["learning_rate"] for r in found if variant(r) != method}
+            for result in sorted(
+                found, key=lambda r: (r["settings"]["learning_rate"], r["settings"]["regularization"])
+            ):
+                if result["settings"]["learning_rate"] in rates:
+                    rows[labelled(result, f"{method}, λ = {result['settings']['regularization']:g}")].append(result)
+        lines = ["## Lambda"]
+        if not rows:
+            return "\n".join([*lines, *self.missing(("first_lambda", "tail", "lambda"))])
+        for _, labels in itertools.groupby(rows, lambda label: (label.split(", ")[0], label.split(", ")[-1])):
+            block = {label: rows[label] for label in labels}
+            lines += ["", *self.comparison(block, next((label for label in block if "λ = 0," in label), None))]
+        lines += ["", *self.tail(dict(rows))]
+        return "\n".join([*lines, *self.missing(("first_lambda", "tail", "lambda"))])
+
+    def variants(self, title: str, groups: tuple[str, ...], baseline: str | None) -> str:
+        """Runs of groups as they are, each against the baseline with the same other settings."""
+        rows: Rows = defaultdict(list)
+        for run in self.matrix.runs(self.results, list(groups)):
+            if isinstance(run, Run) and run.name in self.results:
+                result = self.results[run.name]
+                rows[labelled(result, variant(result))].append(result)
+        lines = [f"## {title}"]
+        if not rows:
+            return "\n".join([*lines, *self.missing(groups)])
+        blocks: dict[str, Rows] = defaultdict(dict)
+        for label, results in rows.items():  # what stands behind the method's name must agree
+            apart = re.sub(r"-weights\w+", "", label.partition(",")[0]).partition("-")[2]
+            blocks[apart if baseline else ""][label] = results
+        for block in blocks.values():
+            base = next((label for label in block if baseline and label.startswith(baseline)), None)
+            lines += ["", *self.comparison(block, base or next(iter(block)))]
+        return "\n".join([*lines, *self.missing(groups)])
+
+    def trained(self, task: str) -> list[Result]:
+        return [r for r in self.results.values() if r["settings"]["steps"] and r["settings"]["task"] == task]
+
+    def missing(self, groups: tuple[str, ...]) -> list[str]:
+        """A sentence on what is not yet run of these groups."""
+        names, waiting = [], 0
+        for item in self.matrix.runs(self.results, list(groups)):
+            if not isinstance(item, Run):
+                waiting += 1
+            elif item.name not in self.results:
+                names.append(f"`{item.name}`")
+        if not names and not waiting:
+            return []
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        later = f"{waiting} that wait for their learning rate" if waiting else ""
+        return ["", "Not yet run: " + "; ".join(filter(None, [listed, later])) + "."]
+
+    # Tables
+
+    def comparison(self, rows: Rows, baseline: str | None) -> list[str]:
+        """Accuracy and divergence of each row, and its differences from the baseline's by seed."""
+        level = self.common_accuracy(rows)
+        head = ["method, rate", "n", "test accuracy", "KL from the start", "nats per point gained"]
+        head += [f"KL at {percent(level)} held back"] if level else []
+        if baseline:
+            name = re.sub(", [^,]*$", "", baseline)
+            head += [f"accuracy, difference from `{name}` in points", f"KL, difference from `{name}`"]
+        lines = table(head)
+        for label, results in rows.items():
+            cells = [label, str(len(results)), spread([100 * accuracy(r) for r in results], "{:.1f} %")]
+            cells += [spread(known(map(kl, results)), "{:.1f}"), spread(self.prices(results), "{:.2f}")]
+            if level:
+                cells.append(spread(known(self.kl_at(r, level) for r in results), "{:.1f}"))
+            if baseline:
+                same = label == baseline
+                cells += ["", ""] if same else [difference_of_tests(results, rows[baseline])]
+                cells += [] if same else [difference(results, rows[baseline], kl, "{:+.1f}")]
+            lines.append(row(cells))
+        lines += [
+            "",
+            "Medians over n seeds, with their range; KL in nats per completion on held-back problems at the last "
+            "step. Differences are means over the seeds that both have, with 95 % intervals from resampling the "
+            "seeds; of fewer than three seeds, from the problems alone, which says nothing about other seeds.",
+        ]
+        return lines
+
+    def tail(self, rows: Rows) -> list[str]:
+        """What the rule does to the gradient."""
+        lines = table(
+            ["method, rate", "n", "largest multiplier", "mean gradient norm", "steps clipped", "effective sequences"]
+        )
+        for label, results in rows.items():
+            cells = [label, str(len(results))]
+            cells.append(spread(known(biggest(r, "isopo/multiplier_max") for r in results), "{:.0f}"))
+            cells.append(spread(known(mean_of(r, "grad_norm") for r in results), "{:.2f}"))
+            cells.append(spread([100 * share for share in known(clipped(r) for r in results)], "{:.0f} %"))
+            cells.append(spread(known(mean_of(r, "isopo/effective_sequences") for r in results), "{:.0f}"))
+            lines.append(row(cells))
+        return [*lines, "", "Medians over n seeds, with their range. Steps are clipped where the norm is above 1."]
+
+    def prices(self, results: list[Result]) -> list[float]:
+        """Nats per point of test accuracy gained, of runs that gained any."""
+        if not self.start:
+            return []
+        gains = [(kl(r), 100 * (accuracy(r) - self.start["test"]["accuracy"])) for r in results if same_task(r)]
+        return [divergence / gain for divergence, gain in gains if divergence is not None and gain > 0]
+
+    def path(self, result: Result) -> list[tuple[float, float]]:
+        """Held-back accuracy and KL at the start and at each validation."""
+        if not self.start or not same_task(result):
+            return []
+        begin = [(self.start["validations"][0]["accuracy"], 0.0)]
+        return begin + [(v["accuracy"], v["kl"]) for v in result["validations"] if v.get("kl") is not None]
+
+    def common_accuracy(self, rows: Rows) -> float | None:
+        """The highest held-back accuracy that every run comes to; None where one does not rise at all."""
+        paths = [self.path(result) for results in rows.values() for result in results]
+        if not paths or not all(paths):
+            return None
+        level = min(max(a for a, _ in path) for path in paths)
+        return level if level > paths[0][0][0] else None
+
+    def kl_at(self, result: Result, level: float) -> float | None:
+        """KL where the accuracy first comes to this level, between validations by linear interpolation."""
+        for (low, before), (high, after) in itertools.pairwise(self.path(result)):
+            if low < level <= high:
+                return before + (level - low) / (high - low) * (after - before)
+        return None
+
+    # The Fisher norm
+
+    def fisher_norm(self) -> str:
+        lines = ["## How good is the Fisher norm?", ""]
+        if not self.fisher_norms:
+            return "\n".join([*lines, "Not yet run."])
+        for name, result in self.fisher_norms.items():
+            lines += fisher_norm_tables(name, result)
+        return "\n".join(lines).rstrip()
+
+
+def fisher_norm_tables(name: str, result: Result) -> list[str]:
+    """Rank correlations between norms and measured divergence: overall, and by kind of layer."""
+    layers = result["layers"]
+    sequences = len(result["lengths"])
+    quadratic = sorted(w / h for layer in layers for w, h in zip(layer["kl"], layer["half"], strict=True))
+    settings = result["settings"]
+    lines = [
+        f"{name} on {result['hardware']['device']}: {sequences} completions of at most {settings['tokens']} tokens, "
+        f"{sum(result['lengths']):,} positions, {len(layers)} layers. Twice the step caused "
+        f"{median(quadratic):.2f} times the divergence (median; {quadratic[0]:.2f} to {quadratic[-1]:.2f}; "
+        f"n = {len(quadratic)}), so it is quadratic here.",
+        "",
+        "Rank correlation between sequences, median over layers (n = number of layers): of each norm with the root of "
+        "the measured divergence per squared size of the step, in the sequence itself and in completions of other "
+        "prompts; along `V_s` as it is, and along `V_s / |V_s|`, where the length of the gradient cannot help. With "
+        "some of the positions, means over several draws of them.",
+        "",
+    ]
+    names = [*layers[0]["fisher"], "norm"]
+    heads = [heading(n) for n in names]
+    lines += table(["measured in", "step along", "n", *heads])
+    for where, along in itertools.product(("kl", "others"), (False, True)):
+        if layers[0][where][0] is None:
+            continue
+        cells = [correlation_cell(layers, n, where, along) for n in names]
+        place = "itself" if where == "kl" else "others"
+        lines.append(row([place, "`V_s / abs(V_s)`" if along else "`V_s`", str(len(layers)), *cells]))
+    lines += ["", "By kind of layer, measured in the sequence itself, along `V_s`:", ""]
+    lines += by_kind(layers, names, heads, False)
+    lines += ["", "and along `V_s / |V_s|`:", ""]
+    lines += by_kind(layers, names, heads, True)
+    return [*lines, ""]
+
+
+def by_kind(layers: list[Result], names: list[str], heads: list[str], unit: bool) -> list[str]:
+    lines = table(["kind", "n", *heads])
+    for kind in unique(layer["kind"] for layer in layers):
+        own = [layer for layer in layers if layer["kind"] == kind]
+        lines.append(row([f"`{kind}`", str(len(own)), *(correlation_cell(own, n, "kl", unit) for n in names)]))
+    return lines
+
+
+def heading(name: str) -> str:
+    return {"all": "F, all positions", "reduced": "F, whole sequences", "norm": "N"}.get(name, f"F, {name}")
+
+
+def correlation_cell(layers: list[Result], name: str, where: str, unit: bool) -> str:
+    """Median over layers, or why there is none: divided by itself, a norm has no spread."""
+    if name == "norm" and unit:
+        return "none"
+    values = known(correlation(layer, name, where, unit) for layer in layers)
+    return f"{median(values):.2f}" if values else "none"
+
+
+def correlation(layer: Result, name: str, where: str, unit: bool) -> float | None:
+    """
+    Rank correlation over sequences of a norm with the root of the divergence over the step's size, mean over the draws
+    of positions.
+    """
+    norm = layer["norm"]
+    draws = [norm] if name == "norm" else layer["fisher"][name]
+    measured = [max(divergence, 0) ** 0.5 / size for divergence, size in zip(layer[where], layer["size"], strict=True)]
+    if unit:
+        draws = [[value / length for value, length in zip(draw, norm, strict=True)] for draw in draws]
+        measured = [value / length for value, length in zip(measured, norm, strict=True)]
+    values = known(spearman(draw, measured) for draw in draws)
+    return fmean(values) if values else None
+
+
+# Figures of one run
+
+
+def accuracy(result: Result) -> float:
+    return result["test"]["accuracy"]
+
+
+def kl(result: Result) -> float | None:
+    """At the last validation."""
+    return result["validations"][-1].get("kl") if result["validations"] else None
+
+
+def column(result: Result, name: str) -> list[float]:
+    return known(result["steps"].get(name, []))
+
+
+def biggest(result: Result, name: str) -> float | None:
+    return max(column(result, name), default=None)
+
+
+def mean_of(result: Result, name: str) -> float | None:
+    values = column(result, name)
+    return sum(values) / len(values) if values else None
+
+
+def clipped(result: Result) -> float | None:
+    norms = column(result, "grad_norm")
+    return sum(norm > 1 for norm in norms) / len(norms) if norms else None
+
+
+def same_task(result: Result) -> bool:
+    """Whether the run starts where `start` does."""
+    return result["settings"]["task"] == "gsm8k"
+
+
+def variant(result: Result) -> str:
+    """A run's name without learning rate and seed."""
+    return re.sub(r"(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
+
+
+def short_rate(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def labelled(result: Result, name: str) -> str:
+    return f"{name}, {short_rate(result['settings']['learning_rate'])}"
+
+
+# Differences
+
+
+def paired(first: list[Result], second: list[Result]) -> list[tuple[Result, Result]]:
+    """Runs of the same seed."""
+    others = {r["settings"]["seed"]: r for r in second}
+    return [(r, others[r["settings"]["seed"]]) for r in first if r["settings"]["seed"] in others]
+
+
+def difference(first: list[Result], second: list[Result], measure: Callable[[Result], float | None], form: str) -> str:
+    pairs = [(measure(a), measure(b)) for a, b in paired(first, second)]
+    values = [a - b for a, b in pairs if a is not None and b is not None]
+    return with_interval(values, bootstrap_interval(values), form)
+
+
+def difference_of_tests(first: list[Result], second: list[Result]) -> str:
+    """In points; of few seeds, with the interval over problems."""
+    pairs = paired(first, second)
+    values = [100 * (accuracy(a) - accuracy(b)) for a, b in pairs]
+    interval = bootstrap_interval(values)
+    if interval is not None or not values:
+        return with_interval(values, interval, "{:+.1f}")
+    each = [
+        [x - y for x, y in zip(*(bits(r["test"]["right"], r["test"]["count"]) for r in pair), strict=True)]
+        for pair in pairs
+    ]
+    of_problems = [100 * sum(column) / len(column) for column in zip(*each, strict=True)]
+    return with_interval(values, interval_over_problems(of_problems), "{:+.1f}") + ", problems alone"
+
+
+def with_interval(values: list[float], interval: tuple[float, float] | None, form: str) -> str:
+    if not values:
+        return "no seed in common"
+    text = form.format(sum(values) / len(values))
+    if interval is not None:
+        text += " [" + ", ".join(form.format(end) for end in interval) + "]"
+    return f"{text}, n = {len(values)}"
+
+
+# Text
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median and range."""
+    if not values:
+        return ""
+    middle = form.format(median(values))
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def known(values: Iterable[Any]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def counted(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    values = list(values)
+    return [(value, values.count(value)) for value in dict.fromkeys(values)]
+
+
+def described_versions(results: list[Result]) -> str:
+    """Versions and dates, as ranges where runs differ."""
+    dates = sorted({r["date"] for r in results})
+    parts = []
+    for package in ("torch", "transformers", "trl", "vllm"):
+        versions = sorted({r["versions"][package] for r in results if package in r["versions"]})
+        if versions:
+            parts.append(f"{package} {' and '.join(versions)}")
+    return f"{', '.join(parts)}; {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "") + "."
+
+
+def row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(head: list[str]) -> list[str]:
+    return [row(head), "|" + "---|" * len(head)]

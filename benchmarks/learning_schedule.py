@@ -1,0 +1,252 @@
+"""Several runs of `learning.py` side by side on one machine, each in a process of its own, until a deadline."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learning_matrix import Matrix, Run, read_results
+
+
+# Lines by which a worker says how far it is
+READY, ENDING = "@ready", "@ending"
+POLL = 0.5
+
+
+@dataclass
+class Worker:
+    run: Run
+    process: subprocess.Popen
+    log: Path
+    started: float
+    attempt: int
+    port: int
+    read: int = 0
+    marks: set[str] = field(default_factory=set)
+
+    def look(self) -> None:
+        """Read what was written to the log since the last look."""
+        with open(self.log, errors="replace") as file:
+            file.seek(self.read)
+            lines = file.readlines()
+            if lines and not lines[-1].endswith("\n"):
+                lines.pop()
+        self.read += sum(len(line.encode(errors="replace")) for line in lines)
+        self.marks |= {line.strip() for line in lines if line.startswith("@")}
+
+    @property
+    def ready(self) -> bool:
+        return READY in self.marks
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+class Schedule:
+    """
+    Takes the next unfinished runs of a matrix until all are made or the deadline comes.
+
+    Starts are apart: the first run is left alone until it is ready (it fills the caches that the others read), then
+    there are `stagger` seconds between two. A second attempt lets vLLM measure the memory that is free, which works
+    only while the others keep theirs: it is started when nobody else is starting or ending, and nobody starts beside.
+
+    Args:
+        matrix: the runs.
+        results: folder of the finished ones; a worker leaves `<name>.json` there.
+        command: from a run and the number of the attempt, the worker's command line.
+        deadline: time (of `time.time`) at which everything must have ended.
+        parallel: number of runs at a time.
+        stagger: seconds between two starts.
+        logs: folder of the workers' logs.
+        memory: GiB of the GPU that a run may come to take; none is started unless they are free, and as much again
+            for each that is still growing.
+        groups: names of the groups to take, all if None.
+        environment: added to the workers' environment.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        results: Path,
+        command: Callable[[Run, int], list[str]],
+        deadline: float,
+        parallel: int,
+        stagger: float,
+        logs: Path,
+        memory: float = 0.0,
+        groups: list[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        self.matrix, self.results, self.command = matrix, results, command
+        self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
+        self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
+        self.running: list[Worker] = []
+        self.failures: dict[str, int] = {}
+        self.earlier = read_results(results)  # from which it is known what a run takes
+        self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
+        self.last_start = float("-inf")
+        self.warm = False  # some run has been ready
+
+    def go(self) -> dict[str, list[str]]:
+        """Work until nothing is left or the deadline; the names of runs made, failed and discarded."""
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        made: list[str] = []
+        discarded: list[str] = []
+        try:
+            while time.time() < self.deadline:
+                made += self._reap()
+                candidates = self._candidates() if self._has_room() else []
+                if not candidates and not self.running:
+                    break
+                run = next(filter(self._may_start, candidates), None)
+                if run is not None and self._has_memory():
+                    self._start(run)
+                time.sleep(min(POLL, max(0.0, self.deadline - time.time())))
+            made += self._reap()
+        finally:
+            for worker in self.running:
+                worker.kill()
+                self._tidy(worker.run)
+                discarded.append(worker.run.name)
+                self._say(f"discarded {worker.run.name}: not finished at the deadline")
+            self.running = []
+        failed = [name for name, count in self.failures.items() if count > 1]
+        return {"made": made, "failed": failed, "discarded": discarded}
+
+    def _candidates(self) -> list[Run]:
+        """Runs, in order, that are neither made nor under way nor given up, and that can end before the deadline."""
+        results = read_results(self.results)
+        taken = {worker.run.name for worker in self.running} | set(results)
+        pace = max(self.paces, default=1.0)  # the slowest of this stretch says more than earlier ones
+        return [
+            run
+            for run in self.matrix.runs(results, self.groups)
+            if isinstance(run, Run)
+            and run.name not in taken
+            and self.failures.get(run.name, 0) < 2
+            and time.time() + pace * self._expected(run) < self.deadline
+        ]
+
+    def _expected(self, run: Run) -> float:
+        return self.matrix.expected_seconds(run, self.earlier, self.parallel)
+
+    def _has_room(self) -> bool:
+        return sum(worker.run.settings["steps"] > 0 for worker in self.running) < self.parallel
+
+    def _has_memory(self) -> bool:
+        growing = sum(not worker.ready for worker in self.running)
+        return free_gib() >= self.memory * (1 + growing)
+
+    def _may_start(self, run: Run) -> bool:
+        starting = [worker for worker in self.running if not worker.ready]
+        if self.failures.get(run.name):
+            return not starting and not any(ENDING in worker.marks for worker in self.running)
+        if any(worker.attempt > 1 for worker in starting) or (starting and not self.warm):
+            return False
+        return time.time() - self.last_start >= self.stagger
+
+    def _start(self, run: Run) -> None:
+        attempt = self.failures.get(run.name, 0) + 1
+        log = self.logs / f"{run.name}.{attempt}.log"
+        port = free_port({worker.port for worker in self.running})
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                self.command(run, attempt),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port)},
+            )
+        self.last_start = time.time()
+        self.running.append(Worker(run, process, log, self.last_start, attempt, port))
+        self._say(f"started {run.name}" + (" again" if attempt > 1 else ""))
+
+    def _reap(self) -> list[str]:
+        made = []
+        for worker in list(self.running):
+            ended = worker.process.poll() is not None  # before the look, so that nothing is missed
+            worker.look()
+            self.warm = self.warm or worker.ready
+            if not ended:
+                continue
+            self.running.remove(worker)
+            seconds = time.time() - worker.started
+            if worker.process.returncode == 0 and (self.results / f"{worker.run.name}.json").exists():
+                made.append(worker.run.name)
+                if worker.run.settings["steps"]:  # one without says little about the others
+                    self.paces.append(seconds / self._expected(worker.run))
+                self._say(f"made {worker.run.name} in {seconds:.0f} s")
+            else:
+                self._tidy(worker.run)
+                self.failures[worker.run.name] = worker.attempt
+                self._say(f"failed {worker.run.name} (exit {worker.process.returncode}), log {worker.log}:")
+                print("    " + "    ".join(worker.log.read_text(errors="replace").splitlines(True)[-15:]), flush=True)
+        return made
+
+    def _tidy(self, run: Run) -> None:
+        (self.results / f"{run.name}.json.part").unlink(missing_ok=True)
+
+    def _say(self, text: str) -> None:
+        left = self.deadline - time.time()
+        print(f"[{time.strftime('%H:%M:%S')}, {left:.0f} s left, {len(self.running)} running] {text}", flush=True)
+
+
+def free_port(taken: set[int]) -> int:
+    """
+    A port that nobody listens on, and that no worker was given: it may not have come to use it yet. By itself TRL
+    looks for one among four, and workers that start together find the same.
+    """
+    with contextlib.ExitStack() as held:
+        while True:
+            # Those that are taken stay bound meanwhile, so that the next one is another
+            listener = held.enter_context(socket.socket())
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
+            if port not in taken:
+                return port
+
+
+def free_gib() -> float:
+    """Memory of the GPU that is free; infinite where there is no GPU."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return float(output.split()[0]) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return float("inf")
+
+
+def worker_environment(parallel: int) -> dict[str, str]:
+    """What workers need where nothing can be downloaded, and their share of the cores."""
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel))),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "LEARNING_PARALLEL": str(parallel),
+    }
+
+
+def worker_command(script: str, options: dict[str, Any], run: Run, attempt: int) -> list[str]:
+    """The command line of one run: `learning.py work`."""
+    arguments = [sys.executable, script, "work", "--name", run.name, "--settings", json.dumps(run.settings)]
+    arguments += ["--attempt", str(attempt)]
+    for name, value in options.items():
+        if value is not None:
+            arguments += [f"--{name}", str(value)]
+    return arguments

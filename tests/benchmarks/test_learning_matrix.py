@@ -1,0 +1,148 @@
+"""The matrix of `benchmarks/learning.py`: which runs there are, what they are called, and which rate is the best."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "learning" / "matrix.yaml"
+
+
+@pytest.fixture(scope="module")
+def learning_matrix():
+    import learning_matrix
+
+    return learning_matrix
+
+
+@pytest.fixture(scope="module")
+def matrix(learning_matrix):
+    return learning_matrix.Matrix.read(FILE)
+
+
+def small(groups, **others):
+    """A matrix of two methods."""
+    return {
+        "defaults": {"task": "gsm8k", "steps": 4, "rule": "none"},
+        "tasks": {"gsm8k": {}, "sums": {"steps": 2}},
+        "expected": {"start": 10, "step": 1, "alone": 3},
+        "methods": {"plain": {}, "fisher": {"rule": "fisher"}},
+        "groups": groups,
+        **others,
+    }
+
+
+RATES = {"group": "rates", "with": {"seed": 0}, "over": {"learning_rate": [1e-6, 2e-6, 4e-6], "method": ["fisher"]}}
+SEEDS = {"group": "seeds", "with": {"learning_rate": "best"}, "over": {"seed": [1, 2], "method": ["fisher"]}}
+
+
+def result(*accuracies):
+    return {"validations": [{"accuracy": accuracy} for accuracy in accuracies]}
+
+
+def test_the_first_key_of_a_group_turns_slowest(learning_matrix):
+    over = {"seed": [0, 1], "method": ["plain", "fisher"]}
+    matrix = learning_matrix.Matrix(small([{"group": "a", "with": {"learning_rate": 1e-6}, "over": over}]))
+    expected = [f"{method}-lr1e-6-seed{seed}" for seed, method in itertools.product([0, 1], ["plain", "fisher"])]
+    assert [run.name for run in matrix.runs({})] == expected
+
+
+def test_a_run_that_two_groups_ask_for_is_made_once(learning_matrix):
+    matrix = learning_matrix.Matrix(small([RATES, {**RATES, "group": "again"}]))
+    assert len(list(matrix.runs({}))) == 3
+
+
+def test_settings_of_task_method_and_group_go_before_the_defaults(learning_matrix):
+    groups = [{"group": "a", "with": {"task": "sums", "seed": 3}, "over": {"method": ["fisher"]}}]
+    (run,) = learning_matrix.Matrix(small(groups)).runs({})
+    assert run.settings == {"task": "sums", "steps": 2, "rule": "fisher", "seed": 3, "method": "fisher"}
+
+
+def test_runs_at_the_best_rate_wait_for_the_whole_grid(learning_matrix):
+    matrix = learning_matrix.Matrix(small([RATES, SEEDS]))
+    part = {"fisher-lr1e-6-seed0": result(0.3), "fisher-lr2e-6-seed0": result(0.9)}
+    waiting = [item for item in matrix.runs(part) if isinstance(item, learning_matrix.Entry)]
+    assert [(entry.method, entry.given["seed"]) for entry in waiting] == [("fisher", 1), ("fisher", 2)]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best"),
+    [
+        ([(0.1, 0.3), (0.2, 0.25), (0.1, 0.2)], "2e-6"),  # 0.2, 0.225, 0.15: the last two count alike
+        ([(0.9, 0.1, 0.1), (0.0, 0.3, 0.3), (0.0, 0.2, 0.2)], "2e-6"),  # an earlier one does not
+        ([(0.2, 0.2), (0.2, 0.2), (0.2, 0.2)], "1e-6"),  # of equals, the lowest
+    ],
+)
+def test_the_best_rate_is_that_of_the_best_held_back_accuracy(learning_matrix, accuracies, best):
+    matrix = learning_matrix.Matrix(small([RATES, SEEDS]))
+    names = [f"fisher-lr{rate}-seed0" for rate in ("1e-6", "2e-6", "4e-6")]
+    finished = {name: result(*values) for name, values in zip(names, accuracies, strict=True)}
+    assert [run.name for run in matrix.runs(finished)][3:] == [f"fisher-lr{best}-seed1", f"fisher-lr{best}-seed2"]
+
+
+def took(task, steps, parallel, total, train):
+    settings = {"task": task, "steps": steps}
+    return {"settings": settings, "hardware": {"parallel": parallel}, "seconds": {"total": total, "train": train}}
+
+
+def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
+    matrix = learning_matrix.Matrix(small([RATES]))
+    run = next(matrix.runs({}))  # 4 steps
+    others = {
+        "another task": took("sums", 4, 6, 1000, 900),
+        "alone on the machine": took("gsm8k", 4, 1, 7, 4),
+        "start": took("gsm8k", 0, 6, 500, 0),
+    }
+    assert matrix.expected_seconds(run, others, 6) == 10 + 4 * 6 * 1
+    assert matrix.expected_seconds(run, {}, 2) == 10 + 4 * 3  # no faster than alone
+    like = {"a": took("gsm8k", 10, 6, 50, 20), "b": took("gsm8k", 2, 6, 60, 20), "c": took("gsm8k", 4, 6, 56, 20)}
+    # 30, 40, 36 beside the steps, and 2, 10, 5 per step
+    assert matrix.expected_seconds(run, others | like, 6) == 36 + 4 * 5
+
+
+def test_a_group_that_asks_for_what_is_not_there_is_refused(learning_matrix):
+    with pytest.raises(ValueError, match="method 'unknown'"):
+        learning_matrix.Matrix(small([{"group": "a", "over": {"method": ["unknown"]}}]))
+    with pytest.raises(ValueError, match="'rates', which is not a group"):
+        learning_matrix.Matrix(small([SEEDS]))
+
+
+# The matrix itself
+
+
+def test_every_run_of_the_matrix_has_a_name_of_its_own(learning_matrix, matrix):
+    """With made-up results for each grid, so that every learning rate is known."""
+    finished = {}
+    while True:
+        runs = list(matrix.runs(finished))
+        new = {run.name: result(0.5) for run in runs if isinstance(run, learning_matrix.Run)}
+        if set(new) == set(finished):
+            break
+        finished = new
+    assert all(isinstance(run, learning_matrix.Run) for run in runs)
+    settings = {run.name: run.settings for run in runs}
+    assert len(settings) == len(runs)
+    kept = [yaml.safe_dump(values, sort_keys=True) for values in settings.values()]
+    assert len(set(kept)) == len(kept), "two names for the same settings"
+
+
+def test_each_method_has_the_same_grid_of_rates(matrix):
+    grids = {}
+    for entry in matrix.entries:
+        if entry.group in ("rates", "rates_of_euclidean"):
+            grids.setdefault(entry.method, set()).add(entry.given["learning_rate"])
+    assert set(grids) == {"grpo", "reinforce", "fisher", "fig4", "interacting", "euclidean"}
+    assert len({frozenset(rates) for rates in grids.values()}) == 1
+
+
+def test_the_seeds_that_the_questions_ask_for_are_there(learning_matrix, matrix):
+    seeds = {}
+    for entry in matrix.entries:
+        if entry.given.get("task", "gsm8k") == "gsm8k" and set(entry.given) <= {"learning_rate", "seed"}:
+            seeds.setdefault(entry.method, set()).add(entry.given.get("seed"))
+    assert all(len(seeds[method]) >= 5 for method in ("grpo", "fisher", "interacting", "euclidean"))
+    assert all(len(seeds[method]) >= 3 for method in ("reinforce", "fig4"))
+    sums = [(entry.method, entry.given["seed"]) for entry in matrix.entries if entry.group == "sums"]
+    assert len(set(sums)) == len(sums) == 4 * 8

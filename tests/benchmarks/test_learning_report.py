@@ -1,0 +1,318 @@
+"""`benchmarks/learning.py report`: what it says of made-up results, whose statistics are computed here as well."""
+
+import itertools
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+ROOT = Path(__file__).parents[2]
+MATRIX = ROOT / "benchmarks" / "learning" / "matrix.yaml"
+PROBLEMS = 200
+
+
+@pytest.fixture(scope="module")
+def learning_report():
+    pytest.importorskip("matplotlib")
+    import learning_report
+
+    return learning_report
+
+
+@pytest.fixture
+def report(learning_report, tmp_path):
+    """Writes results, makes the report, and returns the exit status and the page."""
+    docs, runs = tmp_path / "docs", tmp_path / "learning" / "runs"
+    docs.mkdir()
+    runs.mkdir(parents=True)
+    page = docs / "results.md"
+    page.write_text(f"# By hand\n\n{learning_report.BEGIN}\nmade earlier\n{learning_report.END}\n\nBelow.\n")
+
+    def make(*results):
+        for result in results:
+            (runs / f"{result['name']}.json").write_text(json.dumps(result))
+        status = learning_report.main(MATRIX, runs, docs)
+        return status, page.read_text()
+
+    make.docs = docs
+    make.learning = runs.parent
+    return make
+
+
+def made_up(method, rate, seed, draw, **changed):
+    """A run's file, with settings as the matrix has them."""
+    from learning_matrix import Matrix, Run, run_name
+
+    name = run_name(method, {"learning_rate": rate, "seed": seed, **changed})
+    known = {r.name: r.settings for r in Matrix.read(MATRIX).runs({}) if isinstance(r, Run)}
+    settings = known[f"{method}-lr2e-6-seed0"] | {"learning_rate": rate, "seed": seed} | changed
+    right = [draw.random() < 0.3 for _ in range(PROBLEMS)]
+    return {
+        "name": name,
+        "settings": settings,
+        "validations": [
+            {"step": 25, "accuracy": 0.22 + 0.05 * draw.random(), "kl": 2 + draw.random(), "length": 200.0},
+            {"step": 50, "accuracy": 0.28 + 0.05 * draw.random(), "kl": 8 + 4 * draw.random(), "length": 200.0},
+        ],
+        "held_back": 512,
+        "test": {
+            "accuracy": sum(right) / PROBLEMS,
+            "count": PROBLEMS,
+            "right": f"{int(''.join('01'[bit] for bit in right), 2):0{PROBLEMS // 4}x}",
+        },
+        "steps": {
+            "step": list(range(1, 51)),
+            "seconds": [4.0 * step for step in range(1, 51)],
+            "reward": [0.3 if step % 2 else None for step in range(1, 51)],
+            "grad_norm": [0.5 + draw.random() for _ in range(50)],
+            "isopo/multiplier_max": [10 * draw.random() for _ in range(50)],
+        },
+        "prompts": [f"{seed}-{step}" for step in range(50)],
+        "prompts_of_generations": [f"{seed}-{step}" for step in range(25)],
+        "seconds": {"total": 800.0, "train": 700.0},
+        "versions": {"torch": "2.11.0"},
+        "commit": "c",
+        "date": "2026-01-01",
+        "hardware": {"device": "GPU", "parallel": 6},
+    }
+
+
+def before_training():
+    settings = {"task": "gsm8k", "steps": 0}
+    test = {"accuracy": 0.2, "count": PROBLEMS, "right": "0"}
+    return {
+        "name": "start",
+        "settings": settings,
+        "validations": [{"step": 0, "accuracy": 0.21}],
+        "test": test,
+        "held_back": 512,
+    }
+
+
+def rows_of(page, section):
+    """Cells of the section's first table, by the first one."""
+    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].lstrip("\n")
+    lines = list(itertools.takewhile(lambda line: line.startswith("|"), re.sub(r"\A[^|]*", "", text).splitlines()))
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def numbers(cell):
+    return [float(number) for number in re.findall(r"[+-]?\d+(?:\.\d+)?", cell)]
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Three seeds of three methods; the best rate of each is 2e-6."""
+    draw = random.Random(5)
+    results = [before_training()]
+    for method in ("grpo", "fisher", "interacting"):
+        for seed in (0, 1, 2):
+            results.append(made_up(method, 2e-6, seed, draw))
+        for rate in (1e-6, 4e-6):
+            result = made_up(method, rate, 0, draw)
+            for validation in result["validations"]:
+                validation["accuracy"] -= 0.1
+            results.append(result)
+    return results
+
+
+def test_without_any_run_the_page_says_that_there_is_none(report):
+    status, page = report()
+    assert status == 0 and "0 of " in page and page.startswith("# By hand\n") and page.endswith("\n\nBelow.\n")
+    assert "made earlier" not in page and "not run" in page and "Not yet run: `grpo-lr2e-6-seed0`" in page
+    assert list(report.docs.glob("*.png")) == []
+
+
+def test_one_run_is_shown_as_one(report):
+    result = made_up("fisher", 2e-6, 0, random.Random(0))
+    status, page = report(before_training(), result)
+    (row,) = rows_of(page, "Methods").values()
+    assert status == 0 and row["n"] == "1"
+    assert numbers(row["test accuracy"]) == [pytest.approx(100 * result["test"]["accuracy"], abs=0.051)]
+    assert "grid of rates is not finished" in page and "problems alone" not in row.values()
+
+
+def test_medians_and_ranges_are_those_of_the_seeds(report, many):
+    _, page = report(*many)
+    rows = rows_of(page, "Methods")
+    assert set(rows) == {"grpo, 2e-6", "fisher, 2e-6", "interacting, 2e-6"}  # the best of the grid, not marked
+    for method in ("grpo", "fisher", "interacting"):
+        own = [r for r in many if re.fullmatch(rf"{method}-lr2e-6-seed\d", r["name"])]
+        row = rows[f"{method}, 2e-6"]
+        accuracies = [100 * r["test"]["accuracy"] for r in own]
+        divergences = [r["validations"][-1]["kl"] for r in own]
+        assert row["n"] == "3"
+        for cell, values in ((row["test accuracy"], accuracies), (row["KL from the start"], divergences)):
+            assert numbers(cell) == pytest.approx([np.median(values), min(values), max(values)], abs=0.051)
+        prices = [k / (a - 20) for k, a in zip(divergences, accuracies, strict=True) if a > 20]
+        assert numbers(row["nats per point gained"])[0] == pytest.approx(np.median(prices), abs=0.0051)
+
+
+def test_differences_are_paired_by_seed_and_resampled(report, many):
+    _, page = report(*many)
+    rows = rows_of(page, "Methods")
+    of = {r["name"]: r for r in many}
+    for method in ("fisher", "interacting"):
+        pairs = [(of[f"{method}-lr2e-6-seed{seed}"], of[f"grpo-lr2e-6-seed{seed}"]) for seed in (0, 1, 2)]
+        values = [100 * (a["test"]["accuracy"] - b["test"]["accuracy"]) for a, b in pairs]
+        mean, low, high, n = numbers(rows[f"{method}, 2e-6"]["accuracy, difference from `grpo` in points"])
+        assert (mean, n) == (pytest.approx(np.mean(values), abs=0.051), 3)
+        # 1 of 27 resamples is the least value thrice: more than 2.5 %
+        assert (low, high) == (pytest.approx(min(values), abs=0.051), pytest.approx(max(values), abs=0.051))
+    assert rows["grpo, 2e-6"]["accuracy, difference from `grpo` in points"] == ""
+
+
+def test_of_one_seed_the_interval_is_that_of_the_problems_and_says_so(report, learning_report):
+    draw = random.Random(7)
+    first, second = made_up("fisher", 2e-6, 0, draw), made_up("grpo", 2e-6, 0, draw)
+    _, page = report(first, second)
+    cell = rows_of(page, "Methods")["fisher, 2e-6*"]["accuracy, difference from `grpo` in points"]
+    a, b = (np.array([int(bit) for bit in f"{int(r['test']['right'], 16):0{PROBLEMS}b}"]) for r in (first, second))
+    error = 100 * np.std(a - b, ddof=1) / np.sqrt(PROBLEMS)
+    mean = 100 * np.mean(a - b)
+    assert numbers(cell) == pytest.approx([mean, mean - 1.96 * error, mean + 1.96 * error, 1], abs=0.051)
+    assert cell.endswith("problems alone")
+
+
+def test_divergence_at_equal_accuracy_is_interpolated(report):
+    draw = random.Random(0)
+    slow, fast = made_up("grpo", 2e-6, 0, draw), made_up("fisher", 2e-6, 0, draw)
+    slow["validations"] = [{"step": 25, "accuracy": 0.25, "kl": 4.0}, {"step": 50, "accuracy": 0.29, "kl": 8.0}]
+    fast["validations"] = [{"step": 25, "accuracy": 0.31, "kl": 6.0}, {"step": 50, "accuracy": 0.35, "kl": 9.0}]
+    _, page = report(before_training(), slow, fast)
+    rows = rows_of(page, "Methods")
+    # 29 % is reached by all: the slow one at its last validation, the fast one at (0.29 - 0.21) / 0.1 of its first
+    assert rows["grpo, 2e-6*"]["KL at 29.0 % held back"] == "8.0"
+    assert rows["fisher, 2e-6*"]["KL at 29.0 % held back"] == "4.8"
+
+
+def test_the_grid_is_shown_with_the_chosen_rate_in_bold(report, many):
+    _, page = report(*many)
+    rows = rows_of(page, "Learning rates")
+    of = {r["name"]: r for r in many}
+    for rate in ("1e-6", "2e-6", "4e-6"):
+        score = 100 * np.mean([v["accuracy"] for v in of[f"fisher-lr{rate}-seed0"]["validations"]])
+        assert numbers(rows["`fisher`"][rate]) == [pytest.approx(score, abs=0.051)]
+        assert rows["`fisher`"][rate].startswith("**") == (rate == "2e-6")
+    assert rows["`reinforce`"]["1e-6"] == "not run"
+
+
+def test_the_tail_of_the_multipliers_is_that_of_the_steps(report, many):
+    results = [r for r in many if r["name"].startswith("fisher-lr2e-6")]
+    larger = made_up("fisher", 2e-6, 0, random.Random(3), regularization=1)
+    _, page = report(*results, larger)
+    text = page.partition("\n## Lambda\n")[2].partition("\n## ")[0]
+    line = [line for line in text.splitlines() if line.startswith("| fisher, λ = 0, 2e-6 | 3 |")][-1]
+    most, norm, share = ([c.strip() for c in line.strip("|").split("|")][place] for place in (2, 3, 4))
+    tops = [max(r["steps"]["isopo/multiplier_max"]) for r in results]
+    norms = [np.mean(r["steps"]["grad_norm"]) for r in results]
+    shares = [100 * np.mean(np.array(r["steps"]["grad_norm"]) > 1) for r in results]
+    for cell, values, rounding in ((most, tops, 0.51), (norm, norms, 0.0051), (share, shares, 0.51)):
+        assert numbers(cell) == pytest.approx([np.median(values), min(values), max(values)], abs=rounding)
+
+
+def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(report, many, capsys):
+    status, page = report(*many)
+    assert status == 0 and "15 of 15 comparable runs" in page
+    other = json.loads(json.dumps(next(r for r in many if r["name"] == "interacting-lr2e-6-seed1")))
+    other["prompts_of_generations"][3] = "another"
+    status, page = report(other)
+    assert status == 1 and "14 of 15 comparable runs" in page
+    assert "interacting-lr2e-6-seed1 saw other prompts than" in page and "from generation 3 on" in page
+    assert "saw other prompts" in capsys.readouterr().err
+
+
+def test_results_of_other_settings_than_the_matrix_has_are_named(report):
+    result = made_up("grpo", 2e-6, 0, random.Random(0))
+    result["settings"] = result["settings"] | {"format_weight": 0.2}
+    _, page = report(result)
+    assert "`grpo-lr2e-6-seed0` (format_weight)" in page
+
+
+def test_figures_are_drawn_and_shown(report, many):
+    _, page = report(*many)
+    for name in ("results_accuracy.png", "results_divergence.png"):
+        assert (report.docs / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page
+
+
+def test_the_same_results_give_the_same_page(report, many):
+    assert report(*many) == report()
+
+
+def test_a_page_without_markers_is_refused(report, capsys):
+    (report.docs / "results.md").write_text("# Nothing\n")
+    status, page = report()
+    assert status == 2 and page == "# Nothing\n"
+    assert "must have these two lines" in capsys.readouterr().err
+
+
+def test_correlations_of_the_fisher_norm_are_by_rank_and_by_kind(report):
+    draw = random.Random(2)
+    m = 6
+
+    def layer(name, kind):
+        positive = lambda: [0.1 + draw.random() for _ in range(m)]  # noqa: E731
+        fisher = {key: [positive(), positive()] for key in ("16", "64", "250", "1024")}
+        fisher |= {key: [positive()] for key in ("all", "reduced")}
+        kl = positive()
+        others = {"half": [value / 4 for value in kl], "others": positive(), "norm": positive(), "size": positive()}
+        return {"layer": name, "kind": kind, "fisher": fisher, "kl": kl, **others}
+
+    layers = [layer("a.q", "q"), layer("b.q", "q"), layer("n", "norm")]
+    result = {
+        "settings": {"tokens": 40},
+        "lengths": [10] * m,
+        "layers": layers,
+        "hardware": {"device": "CPU"},
+    }
+    folder = report.learning / "fisher_norm"
+    folder.mkdir()
+    (folder / "Model.json").write_text(json.dumps(result))
+    _, page = report()
+
+    def ranked(values):
+        return np.argsort(np.argsort(values))
+
+    def expected(layer, key, where, unit):
+        length = np.array(layer["norm"])
+        draws = [length] if key == "norm" else np.array(layer["fisher"][key])
+        measured = np.sqrt(layer[where]) / np.array(layer["size"])
+        if unit:
+            draws, measured = [draw / length for draw in draws], measured / length
+        return np.mean([np.corrcoef(ranked(draw), ranked(measured))[0, 1] for draw in draws])
+
+    text = page.partition("How good is the Fisher norm?")[2]
+    tables = [t for t in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE)]
+    keys = ["16", "64", "250", "1024", "all", "reduced", "norm"]
+
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
+    of_q = [cells(t.splitlines()[2]) for t in tables[1:]]
+    for unit, line in zip((False, True), of_q, strict=True):
+        assert line[:2] == ["`q`", "2"]
+        for key, cell in zip(keys, line[2:], strict=True):
+            if key == "norm" and unit:
+                assert cell == "none"
+                continue
+            values = [expected(layer, key, "kl", unit) for layer in layers[:2]]
+            assert float(cell) == pytest.approx(np.mean(values), abs=0.0051)  # the median of two
+    overall = [cells(line) for line in tables[0].splitlines()[2:]]
+    assert [line[:3] for line in overall][2] == ["others", "`V_s`", "3"]
+    values = [expected(layer, "all", "others", False) for layer in layers]
+    assert float(overall[2][3 + keys.index("all")]) == pytest.approx(np.median(values), abs=0.0051)
+    assert "4.00 times the divergence" in text and "n = 18" in text
+
+
+def test_the_page_in_the_repository_is_that_of_its_results(learning_report, tmp_path):
+    shutil.copy(ROOT / "docs" / "results.md", tmp_path)
+    assert learning_report.main(MATRIX, ROOT / "benchmarks" / "learning" / "runs", tmp_path) == 0
+    assert (tmp_path / "results.md").read_text() == (ROOT / "docs" / "results.md").read_text()
+    for picture in tmp_path.glob("*.png"):
+        assert (ROOT / "docs" / picture.name).is_file()

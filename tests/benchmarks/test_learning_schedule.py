@@ -1,0 +1,200 @@
+"""Scheduling of `benchmarks/learning.py`, with workers that take no time: what is started when, and what is left."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+# Stands in for a run: notes when it started and ended, and does what its name asks for
+WORKER = """
+import json, os, pathlib, sys, time
+name, folder, attempt = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
+note = lambda what: open(folder / "events", "a").write(f"{what} {name} {time.time()}\\n")
+note("start")
+(folder / "ports").open("a").write(os.environ["MASTER_PORT"] + "\\n")
+if "slow" in name:
+    (folder / "runs" / f"{name}.json.part").write_text("half")
+    time.sleep(60)
+if "breaks" in name or ("once" in name and attempt == 1):
+    sys.exit("Error in memory profiling")
+time.sleep(0.3)
+note("ready")
+print("@ready", flush=True)
+time.sleep(0.3)
+note("end")
+(folder / "runs" / f"{name}.json").write_text(json.dumps({"validations": [{"accuracy": 0.5}]}))
+"""
+
+
+@pytest.fixture
+def scheduled(tmp_path):
+    """Schedules runs of the given methods, and returns the outcome and what happened in which order."""
+    from learning_matrix import Matrix
+    from learning_schedule import Schedule
+
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+
+    def schedule(methods, deadline=600.0, parallel=2, stagger=0.0, steps=1, expected=1.0):
+        content = {
+            "defaults": {"task": "t", "steps": steps},
+            "tasks": {"t": {}},
+            "expected": {"start": expected, "step": 0, "alone": 0},
+            "methods": {method: {} for method in methods},
+            "groups": [{"group": "all", "over": {"method": methods}}],
+        }
+        outcome = Schedule(
+            Matrix(content),
+            tmp_path / "runs",
+            lambda run, attempt: [sys.executable, str(script), run.name, str(tmp_path), str(attempt)],
+            time.time() + deadline,
+            parallel,
+            stagger,
+            tmp_path / "logs",
+        ).go()
+        events = (tmp_path / "events").read_text().splitlines() if (tmp_path / "events").exists() else []
+        return outcome, [tuple(line.split()) for line in events]
+
+    return schedule
+
+
+def most_at_a_time(events):
+    running = most = 0
+    for what, *_ in events:
+        running += {"start": 1, "end": -1}.get(what, 0)
+        most = max(most, running)
+    return most
+
+
+def test_every_run_is_made_once_and_never_more_than_allowed_at_a_time(scheduled, tmp_path):
+    names = ["a", "b", "c", "d", "e"]
+    outcome, events = scheduled(names, parallel=2)
+    assert sorted(outcome["made"]) == names and not outcome["failed"] and not outcome["discarded"]
+    assert [name for what, name, _ in events if what == "start"] == names
+    assert most_at_a_time(events) <= 2
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"{name}.json" for name in names}
+
+
+def test_the_first_run_is_left_alone_until_it_is_ready(scheduled):
+    _, events = scheduled(["a", "b", "c"], parallel=3)
+    order = [(what, name) for what, name, _ in events]
+    assert order.index(("ready", "a")) < order.index(("start", "b"))
+
+
+def test_what_is_made_is_not_made_again(scheduled, tmp_path):
+    scheduled(["a", "b"])
+    outcome, events = scheduled(["a", "b", "c"])
+    assert outcome["made"] == ["c"]
+    assert sum(what == "start" for what, *_ in events) == 3
+
+
+def test_a_run_that_fails_is_tried_once_more(scheduled):
+    outcome, events = scheduled(["a", "once", "b"])
+    assert sorted(outcome["made"]) == ["a", "b", "once"] and outcome["failed"] == []
+    assert [name for what, name, _ in events if what == "start"].count("once") == 2
+
+
+def test_a_run_that_always_fails_is_given_up_and_stops_nobody(scheduled):
+    outcome, events = scheduled(["breaks", "a", "b"])
+    assert sorted(outcome["made"]) == ["a", "b"] and outcome["failed"] == ["breaks"]
+    assert [name for what, name, _ in events if what == "start"].count("breaks") == 2
+
+
+def test_what_is_unfinished_at_the_deadline_leaves_nothing_behind(scheduled, tmp_path):
+    outcome, _ = scheduled(["slow"], deadline=4.0, expected=0.1)
+    assert outcome == {"made": [], "failed": [], "discarded": ["slow"]}
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_run_that_cannot_end_before_the_deadline_is_not_started(scheduled, tmp_path):
+    outcome, events = scheduled(["a"], deadline=5.0, expected=50.0)
+    assert outcome["made"] == [] and events == []
+
+
+def test_the_first_run_of_a_stretch_counts_on_what_earlier_runs_took(scheduled, tmp_path):
+    """The matrix says 1 s; a run of the same task took 100 s, so that another does not fit into 50."""
+    (tmp_path / "runs").mkdir()
+    seconds = {"total": 100.0, "train": 60.0}
+    earlier = {"settings": {"task": "t", "steps": 1}, "hardware": {"parallel": 2}, "seconds": seconds}
+    (tmp_path / "runs" / "earlier.json").write_text(json.dumps(earlier))
+    outcome, events = scheduled(["a"], deadline=50.0, parallel=2)
+    assert outcome["made"] == [] and events == []
+
+
+@pytest.mark.parametrize(("paces", "fits"), [([], False), ([0.4], True), ([0.4, 0.9], False)])
+def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_path, paces, fits):
+    from learning_matrix import Matrix
+    from learning_schedule import Schedule
+
+    content = {
+        "defaults": {"task": "t", "steps": 1},
+        "tasks": {"t": {}},
+        "expected": {"start": 1000, "step": 0, "alone": 0},
+        "methods": {"a": {}},
+        "groups": [{"group": "all", "over": {"method": ["a"]}}],
+    }
+    deadline = time.time() + 600
+    schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], deadline, 1, 0.0, tmp_path)
+    schedule.paces += paces
+    assert bool(schedule._candidates()) == fits
+
+
+def test_runs_side_by_side_have_ports_of_their_own(scheduled, tmp_path):
+    scheduled(["a", "b", "c"], parallel=3)
+    ports = (tmp_path / "ports").read_text().split()
+    assert len(set(ports)) == 3
+
+
+def test_a_port_that_somebody_holds_or_was_promised_is_not_given():
+    from learning_schedule import free_port
+
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        ports: set[int] = set()
+        for _ in range(50):
+            ports.add(free_port(ports))
+        assert len(ports) == 50 and other.getsockname()[1] not in ports
+
+
+def test_a_deadline_is_a_duration_or_the_next_such_time_of_day(scheduled):
+    from learning import end_time
+
+    now = time.mktime((2026, 11, 15, 16, 30, 0, 0, 0, -1))
+    assert end_time(90.0, None, now) == now + 90
+    assert end_time(None, "17:00", now) == now + 1800
+    assert end_time(None, "16:30:10", now) == now + 10
+    assert end_time(None, "16:00", now) == now + 23.5 * 3600
+
+
+def test_the_command_line_of_a_worker_carries_the_settings():
+    from learning import parse
+    from learning_matrix import Run
+    from learning_schedule import worker_command
+
+    run = Run("fisher-seed0", "rates", "fisher", {"rule": "fisher", "validate_at": [1, 2]})
+    command = worker_command("learning.py", {"model": None, "data": "d", "results": "r"}, run, 2)
+    options = parse(command[2:])
+    assert (options.command, options.name, options.data, options.results, options.attempt) == (
+        "work",
+        "fisher-seed0",
+        "d",
+        "r",
+        2,
+    )
+    assert json.loads(options.settings) == run.settings and options.model is None
+
+
+def test_status_says_what_is_made_and_what_waits(tmp_path):
+    from pathlib import Path
+
+    script = Path(__file__).parents[2] / "benchmarks" / "learning.py"
+    (tmp_path / "start.json").write_text(json.dumps({"test": {"accuracy": 0.207}, "validations": []}))
+    command = [sys.executable, str(script), "status", "--results", str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
+    assert "test 20.7%" in output and "waits for the rates of rates" in output and "1 of " in output

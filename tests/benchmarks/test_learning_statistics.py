@@ -1,0 +1,71 @@
+"""The statistics of `benchmarks/learning.py report`, against numpy, enumeration and definitions."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def learning_statistics():
+    import learning_statistics
+
+    return learning_statistics
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [0.3, -0.2, 0.5, 0.9]])
+def test_the_bootstrap_is_that_of_all_resamples(learning_statistics, values):
+    """Every resample is equally likely, and there are few enough to list."""
+    means = [np.mean(resample) for resample in itertools.product(values, repeat=len(values))]
+    for level in (0.5, 0.8):
+        low, high = learning_statistics.bootstrap_interval(values, level)
+        # Shares of a discrete distribution below and above, whose steps the interval may stand on
+        tail = (1 - level) / 2
+        assert np.mean(np.less(means, low - 1e-9)) <= tail + 0.02 <= np.mean(np.less_equal(means, low + 1e-9)) + 0.04
+        assert np.mean(np.greater(means, high + 1e-9)) <= tail + 0.02
+        assert low < np.mean(values) < high
+
+
+def test_two_seeds_have_no_interval(learning_statistics):
+    assert learning_statistics.bootstrap_interval([1.0, 2.0]) is None
+    assert learning_statistics.bootstrap_interval([]) is None
+
+
+def test_quantiles_are_numpys(learning_statistics):
+    values = sorted(random.Random(0).random() for _ in range(17))
+    for share in (0.0, 0.025, 0.3, 0.5, 0.99, 1.0):
+        assert learning_statistics.quantile(values, share) == pytest.approx(np.quantile(values, share))
+
+
+def test_the_interval_over_problems_is_that_of_the_mean(learning_statistics):
+    values = [1, 0, 0, -1, 1, 0, 0, 1]
+    low, high = learning_statistics.interval_over_problems(values)
+    error = np.std(values, ddof=1) / np.sqrt(len(values))
+    assert (low, high) == pytest.approx((np.mean(values) - 1.96 * error, np.mean(values) + 1.96 * error))
+
+
+def test_bits_are_read_as_they_were_written(learning_statistics):
+    right = [True, False, False, True, True, False, False, False, False, True]
+    written = f"{int(''.join('01'[bit] for bit in right), 2):03x}"
+    assert learning_statistics.bits(written, 10) == right
+
+
+def test_rank_correlation_is_that_of_ranks_with_ties_shared(learning_statistics):
+    x, y = [3.0, 1.0, 2.0, 2.0, 5.0], [10.0, 0.0, 7.0, 3.0, 3.0]
+    assert learning_statistics.ranks(x) == [4.0, 1.0, 2.5, 2.5, 5.0]
+    assert learning_statistics.ranks(y) == [5.0, 1.0, 4.0, 2.5, 2.5]
+    expected = np.corrcoef([4, 1, 2.5, 2.5, 5], [5, 1, 4, 2.5, 2.5])[0, 1]
+    assert learning_statistics.spearman(x, y) == pytest.approx(expected)
+    assert learning_statistics.spearman(x, [value**3 for value in x]) == pytest.approx(1)
+    assert learning_statistics.spearman(x, [1.0] * 5) is None
+
+
+def test_a_hull_has_every_point_on_its_left(learning_statistics):
+    draw = random.Random(1)
+    points = [(draw.random(), draw.random()) for _ in range(30)]
+    corners = learning_statistics.hull(points)
+    assert set(corners) <= set(points) and len(corners) >= 3
+    for (ax, ay), (bx, by) in zip(corners, corners[1:] + corners[:1], strict=True):
+        assert all((bx - ax) * (y - ay) - (by - ay) * (x - ax) >= -1e-12 for x, y in points)
+    assert learning_statistics.hull([(1.0, 2.0), (1.0, 2.0)]) == [(1.0, 2.0)]
