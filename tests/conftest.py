@@ -1,3 +1,4 @@
+import gc
 import os
 
 
@@ -29,3 +30,13 @@ def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     for name in ("float", "float32"):  # both names are in use
         monkeypatch.setattr(torch, name, torch.float64)
+
+
+def pytest_collection_finish() -> None:
+    # Accelerate collects garbage at the end of every run, which takes longer than the run: most of the time goes into
+    # looking at what the libraries have made on import. It is here to stay, and need not be looked at.
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else there is something left when Python ends, and libraries complain of it
