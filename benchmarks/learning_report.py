@@ -96,7 +96,7 @@ class Report:
         lines = ["## What is made", "", f"{len(made)} of {len(wanted)} runs of the matrix."]
         if trained:
             hours = sum(r["seconds"]["total"] / r["hardware"]["parallel"] for r in trained) / 3600
-            lines[-1] += f" {len(trained)} trained, {hours:.1f} hours of a machine in all: " + "; ".join(
+            lines[-1] += f" {len(trained)} trained, {hours:.2f} hours of a machine in all: " + "; ".join(
                 f"{count} on {device}, {parallel} at a time"
                 for (device, parallel), count in counted(
                     (r["hardware"]["device"], r["hardware"]["parallel"]) for r in trained
@@ -115,8 +115,9 @@ class Report:
             unequal = self.unequal_prompts()
             lines += [
                 "",
-                f"Prompts of each generation are the same between methods of one seed: {compared - len(unequal)} of "
-                f"{compared} comparable runs." + "".join(f"\n\n**{line}**" for line in unequal),
+                "Prompts are the same, generation by generation, between methods of one seed: "
+                f"{compared - len(unequal)} of {compared} comparable runs."
+                + "".join(f"\n\n**{line}**" for line in unequal),
             ]
         other = self.other_settings()
         if other:
@@ -139,7 +140,7 @@ class Report:
     def _by_data(self) -> list[list[Result]]:
         groups = defaultdict(list)
         for result in self.results.values():
-            if result["settings"]["steps"] and result.get("prompts_of_generations"):
+            if result["settings"]["steps"] and result["prompts"]:
                 groups[tuple(result["settings"].get(key) for key in OF_DATA)].append(result)
         return [group for group in groups.values() if len(group) > 1]
 
@@ -152,10 +153,13 @@ class Report:
         lines = []
         for first, *others in self._by_data():
             for other in others:
-                pairs = zip(first["prompts_of_generations"], other["prompts_of_generations"], strict=False)
+                # Of generations where both have noted them, else of steps
+                both = "prompts_of_generations" in first and "prompts_of_generations" in other
+                unit, key = ("generation", "prompts_of_generations") if both else ("step", "prompts")
+                pairs = zip(first[key], other[key], strict=False)
                 place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
                 if place is not None:
-                    lines.append(f"{other['name']} saw other prompts than {first['name']}, from generation {place} on")
+                    lines.append(f"{other['name']} saw other prompts than {first['name']}, from {unit} {place} on")
         return lines
 
     # Sections
@@ -168,8 +172,11 @@ class Report:
         if not always and not names & set(self.results):
             return ""
         lines = [f"## {title}", ""]
-        lines += ["Accuracy on held-back problems, mean of the last two validations, seed 0 (n = 1); the rate that is"]
-        lines += ["chosen is in bold, once the method's part of the grid is finished.", ""]
+        lines += [
+            "Accuracy on held-back problems, mean of the last two validations, seed 0 (n = 1); the rate that is "
+            "chosen is in bold, once the method's part of the grid is finished.",
+            "",
+        ]
         lines += table(["method", *map(short_rate, rates)])
         for method in unique(entry.method for entry in entries):
             own = [entry for entry in entries if entry.method == method]
