@@ -79,11 +79,11 @@ def _quick_start(trainer: "ISOPOTrainer") -> str:
 
 def _procedure(trainer: "ISOPOTrainer") -> str:
     args, rule = trainer.args, trainer.isopo.rule
-    weighting = getattr(trainer, "weighting", str(args.token_weights))
+    weighting = trainer.weighting
     rows = {
         "rule": rule.name,
         **{name: value for name, value in rule.settings.items() if name != "name"},
-        **getattr(weighting, "settings", {}),
+        **{name: getattr(args, name) for name in (*weighting.settings, *weighting.defaults)},
         **{name: getattr(args, name) for name in _SETTINGS},
         **_changed(args),
     }
@@ -93,19 +93,13 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
     shown = {name: getattr(value, "value", value) for name, value in rows.items() if value is not None}
     table = "\n".join(f"| `{name}` | {value} |" for name, value in shown.items())
     sentences = [
-        f"Each sequence's gradient was rescaled, layer by layer, by the rule {_described(rule)} of "
+        f"Each sequence's gradient was rescaled, layer by layer, by the rule `{rule.name}` of "
         "[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it.",
-        f"Tokens were weighted by {_described(weighting)}." if args.token_weights != "none" else "",
+        weighting.credit,
         _outcome(trainer),
     ]
     text = " ".join(filter(None, sentences))
     return f"{text}\n\n### Settings\n\n| setting | value |\n|---|---|\n{table}\n\n"
-
-
-def _described(method: Any) -> str:
-    """A rule or token weighting in its own words, after its name."""
-    name, description = getattr(method, "name", method), getattr(method, "description", None)
-    return f"`{name}` ({description})" if description else f"`{name}`"
 
 
 def _changed(args: ISOPOConfig) -> dict[str, Any]:

@@ -388,6 +388,33 @@ def is_reference(trainer: Any, model: Any) -> bool:
     return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters
 
 
+# Validation
+
+
+pad = reach("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
+is_conversational = reach("trl.data_utils.is_conversational", "example")
+reach("trl.GRPOTrainer._tokenize_prompts", "prompts")
+reach("trl.GRPOTrainer.__init__", mentions=("_is_vlm", "_tokenizer", "generation_config", "generation_kwargs"))
+reach("trl.generation.vllm_generation.VLLMGeneration.__init__", mentions=("generation_kwargs",))
+
+
+def is_vision_model(trainer: Any) -> bool:
+    """Whether the trainer's model is a vision-language model."""
+    return trainer._is_vlm
+
+
+def pad_token_id(trainer: Any) -> int:
+    """What the trainer's tokenizer pads with."""
+    return trainer._tokenizer.pad_token_id
+
+
+def complete(trainer: Any, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts (texts or messages), and of one completion of each."""
+    prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
+    completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, 1)
+    return prompt_ids, completion_ids
+
+
 # The LM head
 
 

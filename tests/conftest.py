@@ -9,8 +9,11 @@ import torch
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down.
+    # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down. So do the
+    # processes that they start.
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # where one asks for more, they wait without work
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,3 +21,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models, norms and TRL's head go to float32 in places, whatever they are given; here they cannot."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for name in ("float", "float32"):  # both names are in use
+        monkeypatch.setattr(torch, name, torch.float64)

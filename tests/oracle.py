@@ -92,7 +92,8 @@ def trained_modules(model):
 def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8):
     """
     Per use of trained parameters, per sequence: `G` `[positions, parameters of the module]`, with the columns of the
-    padded batch as positions (zero where there is none). `rounding` is what the model's own arithmetic may lose.
+    padded batch as positions (zero where there is none). `rounding` is what the model's own arithmetic may lose;
+    `None` where it loses too much for autograd's whole to be compared with the sum.
     """
     modules = trained_modules(model)
     B, T = batch.input_ids.shape
@@ -130,7 +131,7 @@ def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8):
             flat = iter(padded.sum(0).split([p.numel() for p in _trained(module)]))
             for p in _trained(module):
                 totals[p] = totals.get(p, 0) + next(flat)
-        for p, total in totals.items():  # the oracle agrees with autograd on the whole
+        for p, total in totals.items() if rounding is not None else ():  # agrees with autograd on the whole
             torch.testing.assert_close(total, p.grad.reshape(-1), rtol=rounding, atol=1e-4 * rounding)
     return {name: torch.stack(rows) for name, rows in result.items()}  # [B, T, parameters]
 

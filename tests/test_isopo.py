@@ -97,6 +97,37 @@ def test_two_backwards_in_one_microbatch_are_noticed_whichever_way_it_ends():
         isopo.step()
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shared, self.once, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x):
+        return self.once(self.shared(self.shared(x)))
+
+
+def test_a_layer_that_is_used_twice_or_not_at_all_is_reported_by_name():
+    model = Twice()
+    isopo = ISOPO(model)
+    with pytest.raises(RuntimeError) as error, isopo.microbatch(torch.ones(2), attention_mask=MASK):
+        model(torch.randn(2, 4, 3)).sum().backward()
+    message = str(error.value)
+    assert "shared.weight, shared.bias: 2 times" in message
+    assert "unused.weight, unused.bias: 0 times" in message
+    assert "once" not in message.split("exactly once")[1]
+    assert isopo.current is None
+
+
+def test_layers_are_counted_only_once_a_backward_has_run():
+    model = Twice()
+    isopo = ISOPO(model)
+    isopo.begin(torch.ones(2), attention_mask=MASK)
+    model(torch.randn(2, 4, 3))
+    isopo.end()
+    with pytest.raises(RuntimeError, match="shared.weight"), isopo.microbatch(torch.ones(2), attention_mask=MASK):
+        model(torch.randn(2, 4, 3)).sum().backward()
+
+
 def test_a_parameter_that_is_frozen_later_is_left_alone():
     model = linear()
     isopo = ISOPO(model)
@@ -116,15 +147,6 @@ def test_a_layer_frozen_before_the_first_backward_is_named():
         run(isopo, model)
 
 
-def test_a_second_isopo_on_the_same_model_is_refused():
-    model = linear()
-    first = ISOPO(model)
-    with pytest.raises(ValueError, match="attached to this model already"):
-        ISOPO(model)
-    first.detach()
-    ISOPO(model)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -138,6 +160,12 @@ def test_a_second_isopo_on_the_same_model_is_refused():
 def test_arguments_that_do_not_fit_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ISOPO(linear()).begin(torch.ones(2), **arguments)
+
+
+def test_a_sequence_number_without_an_advantage_is_an_error_that_says_so():
+    packed = torch.tensor([[0, 0, 1, 1], [2, 2, 2, -1], [3, 1, 1, 3]])  # holds sequences 0 .. 3
+    with pytest.raises(ValueError, match="sequence_ids"):
+        ISOPO(linear()).begin(torch.ones(3), sequence_ids=packed)
 
 
 def test_advantages_per_token_are_refused():
@@ -159,77 +187,6 @@ def test_an_advantage_that_is_not_finite_is_counted_and_stays_out_of_the_running
     figures = isopo.step()
     assert figures["broken_sequences"] >= 1
     assert torch.isfinite(isopo._running.mean).all()
-
-
-def test_trained_parameters_on_several_devices_are_refused():
-    model = linear()
-    model[1].to("meta")
-    with pytest.raises(ValueError, match="split over cpu, meta"):
-        ISOPO(model)
-
-
-def test_a_model_without_a_trained_parameter_is_refused():
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        ISOPO(linear().requires_grad_(False))
-
-
-def test_a_linear_layer_with_another_parameter_is_refused():
-    model = linear()
-    model[1].register_parameter("gain", nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match="1.gain .*beside weight and bias"):
-        ISOPO(model)
-
-
-def test_an_lm_head_that_is_no_linear_layer_is_refused():
-    model = tiny.model("llama")
-    model.lm_head = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, model.config.vocab_size))
-    model.get_output_embeddings = lambda: model.lm_head[1]
-    ISOPO(model).detach()
-    model.lm_head[1].weight.requires_grad_(False)
-    model.lm_head[1].bias.requires_grad_(True)
-    with pytest.raises(ValueError, match="lm_head.1.bias .*whose weight is trained"):
-        ISOPO(model)
-
-
-# Coverage
-
-
-def test_parameters_of_the_model_itself_have_their_plain_names():
-    isopo = ISOPO(nn.Linear(3, 2))
-    assert [row["parameter"] for row in isopo.coverage()] == ["weight", "bias"]
-
-
-def test_a_bias_trained_alone_is_kept_whatever_the_size_of_the_weight():
-    model = nn.Linear(4096, 4096, device="meta")
-    model.weight.requires_grad_(False)
-    (row,) = ISOPO(model).coverage()
-    assert (row["parameter"], row["strategy"]) == ("bias", "kept")
-
-
-def test_the_coverage_tells_the_whole_shape_of_a_partitioned_parameter():
-    """As DeepSpeed ZeRO-3 leaves it: an empty tensor that remembers its shape."""
-    model = nn.Linear(8, 4, bias=False)
-    isopo = ISOPO(model)
-    model.weight.data = torch.empty(0)
-    model.weight.ds_shape = torch.Size([4, 8])
-    assert isopo.coverage()[0]["shape"] == (4, 8)
-
-
-def test_the_coverage_names_every_trained_parameter_once_with_its_kind_and_strategy(capsys):
-    model = tiny.model("qwen3", tie=False)
-    model.model.layers[0].mlp.requires_grad_(False)
-    isopo = ISOPO(model, "fisher")
-    rows = isopo.coverage(sequences=8, length=1024)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert {row["parameter"]: row["shape"] for row in rows} == {name: tuple(p.shape) for name, p in trained.items()}
-    kinds = {row["parameter"].split(".")[-2]: row["kind"] for row in rows}
-    assert kinds["embed_tokens"] == "embedding" and kinds["lm_head"] == "lm head"
-    assert kinds["q_proj"] == "linear" and kinds["q_norm"] == "rms norm"
-    isopo.print_coverage(sequences=8, length=1024)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["parameter", "shape", "kind", "strategy"] and len(lines) == 1 + len(rows)
-    for line, row in zip(lines[1:], rows, strict=True):
-        assert line.startswith(row["parameter"]) and line.endswith(row["strategy"])
 
 
 # State
@@ -298,17 +255,6 @@ def test_a_state_that_version_0_1_0_saved_is_taken(saved, settings):
     isopo.load_state_dict(state)
     with pytest.raises(ValueError, match="belong to name"):
         ISOPO(linear(), "euclidean").load_state_dict(state)
-
-
-@pytest.mark.parametrize("how", ["wrapped", "in place", "a layer in place"])
-def test_a_compiled_model_is_refused(how):
-    model = linear()
-    if how == "wrapped":
-        model = torch.compile(model)
-    else:
-        (model if how == "in place" else model[1]).compile()
-    with pytest.raises(ValueError, match="compiled.*uncompiled"):
-        ISOPO(model)
 
 
 def test_multipliers_are_the_coefficients_over_the_advantages():

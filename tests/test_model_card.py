@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 import isopo_trl
-from isopo_trl.model_card import _before, _described, _replaced
+from isopo_trl.model_card import _before, _replaced
 from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
 
@@ -97,7 +97,7 @@ def test_settings_of_the_weighting_are_told_where_it_is_used(tmp_path):
         return (tmp_path / folder / "README.md").read_text()
 
     used = text("kpo", token_weights="kpo", kpo_process_noise=1e-5)
-    assert "Tokens were weighted by `kpo`" in used
+    assert "Tokens were weighted by [KPO](https://huggingface.co/papers/2602.10609)" in used
     for row in (
         "`token_weights` | kpo",
         "`kpo_process_noise` | 1e-05",
@@ -108,14 +108,6 @@ def test_settings_of_the_weighting_are_told_where_it_is_used(tmp_path):
     unused = text("none")
     assert "| `token_weights` | none |" in unused
     assert not any(words in unused for words in ("Tokens were weighted", "kpo_", "`epsilon"))
-
-
-def test_rules_and_weightings_describe_themselves():
-    class Halving:
-        name, description = "halving", "half of every gradient"
-
-    assert _described(Halving()) == "`halving` (half of every gradient)"
-    assert _described("halving") == "`halving`"
 
 
 def test_the_front_matter_is_valid_yaml(tmp_path):

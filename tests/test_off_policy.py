@@ -30,6 +30,24 @@ REUSE = {
 }
 
 
+def crossed(cases, others):
+    """
+    Every case with every one of the others, as parameters. Each case with one, and each of these with several cases,
+    is run every time; what is left of the product is slow.
+    """
+    others = list(others)
+    return [
+        pytest.param(
+            case,
+            other,
+            marks=[] if place == number % len(others) else pytest.mark.slow,
+            id="-".join([*case[:3], str(other)]),
+        )
+        for number, case in enumerate(cases)
+        for place, other in enumerate(others)
+    ]
+
+
 def build(folder, case, kind=ISOPOTrainer, options=None, **settings):
     tokens, rule, weights, own = case
     options = dict(options or {})
@@ -83,8 +101,7 @@ class Counting(ISOPOTrainer):
             self.generating = False
 
 
-@pytest.mark.parametrize("reuse", REUSE)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
+@pytest.mark.parametrize(("case", "reuse"), crossed(CASES, REUSE))
 def test_reused_data_is_off_policy_after_the_first_step(case, reuse, tmp_path):
     every, settings = REUSE[reuse]
     trainer = build(tmp_path, case, Counting, max_steps=every + 2, **settings)
@@ -187,8 +204,7 @@ class OtherModel:
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
-@pytest.mark.parametrize("iterations", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case[:3]))
+@pytest.mark.parametrize(("case", "iterations"), crossed(CASES, [1, 2]))
 def test_rollouts_of_another_model_are_off_policy_from_the_start(case, iterations, tmp_path):
     other = OtherModel()
     trainer = build(tmp_path, case, Counting, options={"rollout_func": other}, max_steps=3, num_iterations=iterations)

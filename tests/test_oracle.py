@@ -23,7 +23,8 @@ TOLERANCE = 1e-9
 def everything_in_float64(monkeypatch):
     """Models and TRL's fused head go to float32 in places, whatever the model is in; here they cannot."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch, "float32", torch.float64)
+    for name in ("float", "float32"):  # both names are in use
+        monkeypatch.setattr(torch, name, torch.float64)
 
 
 def build(family, lora=False, tie=None, **lora_settings):

@@ -5,26 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import resume_worker
+
 
 ROOT = Path(__file__).parents[1]
-WORKER = Path(__file__).with_name("resume_worker.py")
 
 
-def start(*arguments):
+def killed(*arguments):
+    """A run in a process of its own, which ends as one does that is killed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(WORKER), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output[-3000:]
+    command = [sys.executable, resume_worker.__file__, *map(str, arguments), "killed"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
 
 
 def steps(log):
@@ -34,17 +31,10 @@ def steps(log):
 
 @pytest.mark.parametrize("rule", ["fig4"])
 def test_a_killed_run_resumes_with_the_same_numbers(rule, tmp_path):
-    whole = start(tmp_path / "whole", tmp_path / "whole.log", rule)
-    killed = start(tmp_path / "killed", tmp_path / "killed.log", rule)
-    log = tmp_path / "killed.log"
-    while not log.exists() or max(steps(log), default=0) < 5:  # two steps past the first checkpoint
-        assert killed.poll() is None, killed.stdout.read()[-3000:]
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    finish(whole)
-    assert not (tmp_path / "killed.log.pt").exists()
-    finish(start(tmp_path / "killed", tmp_path / "resumed.log", rule, "resume"))
+    killed(tmp_path / "killed", tmp_path / "killed.log", rule)
+    resume_worker.main(tmp_path / "whole", tmp_path / "whole.log", rule)
+    assert max(steps(tmp_path / "killed.log")) == 5 and not (tmp_path / "killed.log.pt").exists()
+    resume_worker.main(tmp_path / "killed", tmp_path / "resumed.log", rule, "resumed")
 
     expected, resumed = steps(tmp_path / "whole.log"), steps(tmp_path / "resumed.log")
     assert min(resumed) > 3 and max(resumed) == 8

@@ -59,9 +59,9 @@ def test_left_padding_does_not_change_a_sequence(family, dtype):
         torch.testing.assert_close(row[-length:], alone, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("prompts", [tiny.prompts, tiny.conversational_prompts])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_grpo_moves_every_parameter_of_a_saved_model(family, prompts, tmp_path):
+def test_grpo_moves_every_parameter_of_a_saved_model(family, tmp_path):
+    prompts = tiny.conversational_prompts if len(family) % 2 else tiny.prompts  # four families, and five
     path = tiny.save(tmp_path / "model", family)
     text = "What is 1 + 2?"
     assert AutoTokenizer.from_pretrained(path)(text)["input_ids"] == tiny.tokenizer()(text)["input_ids"]

@@ -322,7 +322,7 @@ def test_beam_search_is_scored_once_where_data_will_be_stale(tmp_path):
 
 
 def test_continuous_batching_is_scored_once_where_data_will_be_stale(tmp_path):
-    batching = {"num_blocks": 8, "max_batch_tokens": 64, "page_size": 32}  # of a cache that is quick to set up
+    batching = {"num_blocks": 8, "max_batch_tokens": 64}  # of a cache that is quick to set up
     settings = {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": batching}
     trainer = training.build(tmp_path, num_iterations=2, max_steps=4, token_weights="p3o", **settings)
     passes = scoring_passes(trainer)

@@ -7,6 +7,7 @@
 - `ledger`, `running`: where a microbatch's coefficients go, and the running means that rules refer to.
 """
 
+from ..geometry.cost import Needs
 from .interacting import Interacting
 from .non_interacting import MeanSquares, NonInteracting, Norms
 from .power import PowerRule
@@ -19,6 +20,7 @@ __all__ = [
     "Expectations",
     "Interacting",
     "MeanSquares",
+    "Needs",
     "NonInteracting",
     "Norms",
     "PowerRule",

@@ -8,7 +8,7 @@ from typing import Any
 from .rule import Rule
 
 
-_REGISTERED: dict[str, Callable[..., Rule]] = {}
+_REGISTERED: dict[str, partial[Rule]] = {}
 
 
 def register_rule(name: str, rule: Callable[..., Rule] | None = None, **settings: Any) -> Any:
@@ -31,16 +31,23 @@ def register_rule(name: str, rule: Callable[..., Rule] | None = None, **settings
     """
     if rule is None:
         return lambda rule: register_rule(name, rule, **settings)
-    known = _REGISTERED.get(name)
-    if known is not None and _origin(known) != _origin(rule):  # a notebook's cell may run again
+    made, known = partial(rule, **settings), _REGISTERED.get(name)
+    if known is not None and not _is_made_again(known, made):
         raise ValueError(f"There is a rule {name!r} already, by {_origin(known)}: choose another name.")
-    _REGISTERED[name] = partial(rule, **settings) if settings else rule
+    _REGISTERED[name] = made
     return rule
 
 
-def _origin(rule: Any) -> str:
-    rule = rule.func if isinstance(rule, partial) else rule
-    return f"{rule.__module__}.{rule.__qualname__}"
+def _is_made_again(known: partial[Rule], made: partial[Rule]) -> bool:
+    """Whether this is the same rule once more, as when a notebook's cell is changed and runs again."""
+    if known.func is made.func:
+        return known.keywords == made.keywords
+    return _origin(known) == _origin(made)
+
+
+def _origin(rule: partial[Rule]) -> str:
+    maker: Any = rule.func
+    return f"{maker.__module__}.{maker.__qualname__}"
 
 
 def rule_names() -> tuple[str, ...]:
@@ -70,14 +77,15 @@ def make_rule(rule: str | Rule, **settings: Any) -> Rule:
     takes = rule_settings(rule)
     for name, value in settings.items():
         if name not in takes and value is not False:
+            remedy = f"set {name}=False" if value is True else "remove it"
             raise ValueError(
-                f"{name}={value} has no meaning for rule={rule!r}, whose settings are {', '.join(takes)}: remove it, "
+                f"{name}={value} has no meaning for rule={rule!r}, whose settings are {', '.join(takes)}: {remedy}, "
                 "or choose another rule."
             )
     return _registered(rule)(name=rule, **{name: x for name, x in settings.items() if name in takes})
 
 
-def _registered(name: str) -> Callable[..., Rule]:
+def _registered(name: str) -> partial[Rule]:
     if name not in _REGISTERED:
         raise ValueError(f"rule={name!r} is unknown: choose one of {', '.join(map(repr, _REGISTERED))}.")
     return _REGISTERED[name]

@@ -14,10 +14,10 @@ from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 from transformers.utils import is_matplotlib_available
 from trl import GRPOTrainer
-from trl.data_utils import is_conversational
 
+from .. import trl_seam
 from ..gsm8k import gsm8k_reward
-from .completions import complete, decoding, log_probabilities, takes_images
+from .completions import complete, decoding, log_probabilities
 from .curves import STATE, draw
 from .initial_policy import InitialPolicy, kl_estimates
 
@@ -92,7 +92,7 @@ class ValidationCallback(TrainerCallback):
                 "ValidationCallback completes each prompt once, which is not what tools, environments or a "
                 "`rollout_func` do: pass an `eval_dataset` to the trainer instead."
             )
-        if takes_images(trainer) and kl_prompts:
+        if trl_seam.is_vision_model(trainer) and kl_prompts:
             raise ValueError("The KL divergence of a vision-language model is not supported: set kl_prompts=0.")
         args: Any = trainer.args
         self.trainer: Any = trainer
@@ -166,7 +166,7 @@ class ValidationCallback(TrainerCallback):
                 _, completion_ids = self._complete(rows["prompt"])
                 batch = self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
                 completions: list[Any] = batch
-                if is_conversational({"prompt": rows["prompt"][0]}):
+                if trl_seam.is_conversational({"prompt": rows["prompt"][0]}):
                     completions = [[{"role": "assistant", "content": text}] for text in batch]
                 rewards = self._rewards(rows, completions, completion_ids)
                 for text, reward, ids, counts in zip(batch, rewards, completion_ids, real, strict=True):

@@ -1,21 +1,40 @@
 """Two ranks, real processes over gloo, make the step that one rank makes."""
 
 import importlib.util
+import os
 
 import pytest
 import torch
+from filelock import FileLock
 
-from tests.distributed.process_group import finish, start
+from tests.distributed import worker
+from tests.distributed.process_group import finish, load_runs, start
 
 
 pytestmark = pytest.mark.distributed
 
+RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
+if importlib.util.find_spec("deepspeed") is not None:
+    RUNS += ["zero2-fisher-full", "zero3-fisher-full"]
 
-def run(folder, ranks, mode, rule, weights):
-    """What each rank ends with."""
-    output = folder / f"{mode}-{ranks}.pt"
-    finish(start(ranks, "worker.py", output, mode, rule, weights))
-    return torch.load(output)
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each run left on each of two ranks; one launch for all of them, most of which is spent on imports."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the workers share
+    output = folder / "ranks.pt"
+    with FileLock(f"{output}.lock"):
+        if not output.exists():
+            finish(start(2, "worker.py", output, *RUNS))
+    return load_runs(output)
+
+
+def ranks(results, name):
+    for result in results[name]:
+        assert "error" not in result, result["error"]
+    return results[name]
 
 
 def assert_same(one, first, second, tolerance):
@@ -27,9 +46,12 @@ def assert_same(one, first, second, tolerance):
     assert torch.equal(first["mean"], second["mean"]), "running statistics differ between ranks"
 
 
+# One rank is this process
+
+
 @pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("interacting", "lora")])
-def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, tmp_path):
-    (one,), two = (run(tmp_path, ranks, "trainer", rule, weights) for ranks in (1, 2))
+def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
+    one, two = worker.run(tmp_path, "trainer", rule, weights), ranks(results, f"trainer-{rule}-{weights}")
     assert two[0]["wrapped"] == "DistributedDataParallel"
     assert_same(one, *two, 1e-5)
     for left, right in zip(one["logs"], two[0]["logs"], strict=True):
@@ -38,15 +60,15 @@ def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, tmp_path):
 
 
 @pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("fig4", "lora")])
-def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, tmp_path):
-    (one,), two = run(tmp_path, 1, "loop", rule, weights), run(tmp_path, 2, "fsdp2", rule, weights)
+def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
+    one, two = worker.run(tmp_path, "loop", rule, weights), ranks(results, f"fsdp2-{rule}-{weights}")
     assert two[0]["wrapped"].startswith("FSDP")
     assert_same(one, *two, 1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_deepspeed_trains_to_the_weights_of_one_rank(mode, tmp_path):
-    (one,), two = run(tmp_path, 1, "trainer", "fisher", "full"), run(tmp_path, 2, mode, "fisher", "full")
+def test_deepspeed_trains_to_the_weights_of_one_rank(mode, results, tmp_path):
+    one, two = worker.run(tmp_path, "trainer", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
     assert two[0]["wrapped"] == "DeepSpeedEngine"
     assert_same(one, *two, 1e-3)  # DeepSpeed clips and sums in an order of its own

@@ -1,6 +1,7 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
-worker.py OUTPUT trainer|zero2|zero3|loop|fsdp2 RULE full|lora
+worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, and the weights full or
+lora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -8,6 +9,7 @@ under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the l
 """
 
 import sys
+from functools import partial
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,7 +18,7 @@ from trl.trainer import add_fused_lm_head
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from tests import oracle, tiny
-from tests.distributed.process_group import RANK, WORLD, full_weights, save
+from tests.distributed.process_group import RANK, WORLD, full_weights, save_runs
 
 
 STEPS = 3
@@ -94,7 +96,7 @@ def train(output, rule, weights, stage=None):
 
 
 def loop(output, rule, weights, shard):
-    if WORLD > 1:
+    if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
         torch.distributed.init_process_group("gloo")
     model = build(weights)
     base = model.get_base_model() if weights == "lora" else model
@@ -128,14 +130,17 @@ def loop(output, rule, weights, shard):
     return model, isopo, {"wrapped": type(model).__name__}
 
 
-def main(output, mode, rule, weights):
-    torch.set_num_threads(1)
+def run(output, mode, rule, weights):
     if mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])
         model, isopo, result = train(output, rule, weights, stage)
     else:
         model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2")
-    save({**result, "weights": full_weights(model), "mean": isopo.state_dict()["running"]["mean"]}, output)
+    return {**result, "weights": full_weights(model), "mean": isopo.state_dict()["running"]["mean"]}
+
+
+def main(output, *runs):
+    save_runs(partial(run, output), runs, output)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from isopo_trl.geometry.sequences import Samples, Sequences, draw_samples
+from isopo_trl.geometry.statistics import elementwise_statistics, linear_statistics, sequence_gradients
+from isopo_trl.kernels import elementwise, linear, v
 from isopo_trl.kernels.coefficients import KernelLedger
 from isopo_trl.kernels.launch import ENABLED, INTERPRET
 from isopo_trl.rules import Coefficients, make_rule
@@ -23,6 +25,8 @@ needs_kernels = pytest.mark.skipif(
     not (ENABLED and (INTERPRET or torch.cuda.is_available())),
     reason="Triton's kernels need a CUDA device, or TRITON_INTERPRET=1",
 )
+# Of a file that runs kernels (see `conftest.py` for the fixture)
+of_kernels = [needs_kernels, pytest.mark.usefixtures("poisoned_memory")]
 
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
 DTYPES = [torch.float64, torch.float32] if INTERPRET else [torch.float32, torch.bfloat16, torch.float16]
@@ -163,3 +167,48 @@ def filled_ledger(m, layers=LAYERS):
     ledger = KernelLedger(RunningStatistics(layers, 0.9, FISHER, DEVICE).open(torch.ones(m, device=DEVICE)))
     ledger.table[:] = torch.randn(ledger.table.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     return ledger
+
+
+# A layer by the kernels, and by plain PyTorch
+
+
+def run_linear(given, run, rows=None):
+    """A linear layer's statistics and coefficients from kernels alone; returns `V` where it was formed as a whole."""
+    rule = run.running.rule
+    explicit = rule.needs.norm or rule.needs.ntk
+    overlap = V = None
+    if rule.needs.overlap:
+        arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.ledger, run.index)
+        overlap = linear.overlap_coefficients(*arguments, finish=not explicit)
+    if explicit:
+        p, d = given.g.shape[1], given.a.shape[1] + given.bias
+        rows = rows or p
+        sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
+        sums = v.VBlocks(sizes, run.ledger, run.index, overlap, len(given.samples.rows))
+        for _, V in sequence_gradients(given.g, given.a, given.bias, given.sequences, rows):
+            sums.add(V)
+    return V
+
+
+def plain_statistics(given, needs, strategy="kept"):
+    """The same layer's statistics in plain PyTorch, from the same numbers in float64."""
+    g, a = given.g.double(), given.a.double()
+    return linear_statistics(g, a, given.bias, given.sequences, given.samples, needs, strategy)
+
+
+def run_elementwise(given, run, dtype=None):
+    """The gradient `[p]` of an elementwise parameter from the kernels."""
+    samples = given.samples if run.running.rule.needs.overlap else None
+    arguments = (given.g, given.sequences, samples, run.ledger, run.index, dtype or given.g.dtype)
+    return elementwise.elementwise_gradient(*arguments)
+
+
+def check_elementwise(given, run):
+    """Coefficients and gradient of an elementwise parameter are those of plain PyTorch."""
+    dtype = given.g.dtype
+    result = run_elementwise(given, run)
+    statistics, V = elementwise_statistics(given.g.double(), given.sequences, given.samples, run.running.rule.needs)
+    run.check(statistics, STATISTIC[dtype])
+    # With the kernel's own coefficients: those of a broken sequence need not be the same ones
+    close(result, run.ledger.table[run.index, 0] @ V, GRADIENT[dtype])
+    assert result.dtype == dtype

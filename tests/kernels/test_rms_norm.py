@@ -26,18 +26,13 @@ from tests.kernels.batches import (
 )
 
 
-pytestmark = batches.needs_kernels
+pytestmark = batches.of_kernels
 
 FLAVOURS = {
     "llama": Flavour(eps=1e-6, offset=0.0, early=True),
     "T5": Flavour(eps=1e-2, offset=0.0, early=False),
     "gemma": Flavour(eps=1e-6, offset=1.0, early=False),
 }
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    batches.poison_memory(monkeypatch)
 
 
 def example(m, T, d, heads=None, dtype=EXACT, weight_dtype=None):

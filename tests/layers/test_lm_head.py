@@ -40,7 +40,8 @@ class LanguageModel(nn.Module):
 def float64_throughout(monkeypatch):
     """TRL's chunked function goes to float32 in places; here it cannot."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch, "float32", torch.float64)
+    for name in ("float", "float32"):  # both names are in use
+        monkeypatch.setattr(torch, name, torch.float64)
 
 
 def example(bias):

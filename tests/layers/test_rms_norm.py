@@ -24,8 +24,11 @@ from isopo_trl.kernels import launch
 from isopo_trl.kernels.rms_norm import Flavour
 from isopo_trl.layers import rms_norm
 from isopo_trl.layers.rms_norm import FrozenRMSNorm, RMSNormLayer, flavour_of
+from isopo_trl.rules import rule_names
 from tests.kernels import batches
 from tests.kernels.batches import DEVICE, EXACT
+from tests.layers import harness
+from tests.layers.harness import RMS_NORM, Holder
 
 
 B, T, H, D = 3, 4, 2, 5
@@ -47,11 +50,12 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10} if EXACT == torch.float64 else {"rtol": 1
 
 
 @pytest.fixture
-def float64_throughout(monkeypatch):
+def float64_if_interpreted(monkeypatch):
     """Norms go to float32 inside, whatever they are given; here they cannot."""
     if EXACT == torch.float64:
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        monkeypatch.setattr(torch, "float32", torch.float64)
+        for name in ("float", "float32"):  # both names are in use
+            monkeypatch.setattr(torch, name, torch.float64)
 
 
 @pytest.fixture
@@ -194,16 +198,29 @@ def test_a_frozen_norm_is_not_among_the_trained_parameters():
     assert not any("forward" in module.__dict__ for module in model)
 
 
+# On a CPU: by the module's own forward, or by interpreted kernels
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("rule", rule_names())
+@pytest.mark.parametrize("name", RMS_NORM)
+def test_gradient_is_the_definition(name, rule, packed):
+    layer = harness.build(name)
+    harness.check(layer, harness.inputs_of(layer, B, T), rule, packed)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("at", ["N", "1 N"])
+@pytest.mark.parametrize("name", RMS_NORM)
+def test_positions_may_be_flattened(name, at, packed):
+    layer = harness.build(name)
+    shape = (B * T,) if at == "N" else (1, B * T)
+    harness.check(layer, harness.inputs_of(layer, *shape), "fig4", packed, at)
+
+
 # With the kernels: trained norms
-
-
-class Holder(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(x)
 
 
 def build(kind, dtype=EXACT, trained=True):
@@ -259,7 +276,7 @@ LAYOUTS = {
 
 
 @batches.needs_kernels
-@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.usefixtures("float64_if_interpreted")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(B, T), (1, B * T), (B, T, H)], ids=str)
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm], ids=lambda kind: kind.__name__)
@@ -277,7 +294,7 @@ def test_the_fused_norm_gives_what_the_module_gives(kind, shape, layout, calls, 
 
 
 @batches.needs_kernels
-@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.usefixtures("float64_if_interpreted")
 @pytest.mark.parametrize("rule", ["fig4", "interacting", "none"])
 @pytest.mark.parametrize("heads", [(), (H,)], ids=["", "heads"])
 def test_the_fused_norm_serves_every_rule(heads, rule, calls, monkeypatch):
@@ -303,7 +320,7 @@ def test_an_input_and_a_weight_of_different_types_give_the_modules_type(kind, x_
 
 
 @batches.needs_kernels
-@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.usefixtures("float64_if_interpreted")
 @pytest.mark.parametrize("heads", [H, T])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm], ids=lambda kind: kind.__name__)
 def test_heads_before_positions_take_the_general_way(kind, heads, calls, monkeypatch):
@@ -323,7 +340,7 @@ def test_heads_before_positions_take_the_general_way(kind, heads, calls, monkeyp
 
 
 @batches.needs_kernels
-@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.usefixtures("float64_if_interpreted")
 def test_positions_in_one_row_before_heads_are_right(monkeypatch):
     """`[B T, H, d]`."""
     model = build(LlamaRMSNorm)
@@ -334,7 +351,7 @@ def test_positions_in_one_row_before_heads_are_right(monkeypatch):
 
 
 @batches.needs_kernels
-@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.usefixtures("float64_if_interpreted")
 def test_where_positions_are_is_remembered_for_as_many_heads_as_positions(monkeypatch):
     """`[B, H, T, d]`, laid out in memory as it reads: with H = T nothing in the tensor tells the two apart."""
     gradients = []
@@ -388,7 +405,7 @@ def heads_first(x):
 
 
 @batches.needs_kernels
-@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.usefixtures("float64_if_interpreted")
 @pytest.mark.parametrize("turn", [lambda x: x, heads_first], ids=["B T d", "B H T d"])
 @pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
 def test_a_frozen_norm_gives_what_the_module_gives(kind, turn, calls):

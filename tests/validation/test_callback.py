@@ -215,7 +215,7 @@ def test_dropout_is_off_in_validation(tmp_path):
 def test_dropout_stays_off_with_continuous_batching(tmp_path):
     """TRL puts the model into training mode after each such generation."""
     trained = shaken(get_peft_model(model(), adapter(dropout=0.5)))
-    settings = {"num_blocks": 8, "max_batch_tokens": 64, "page_size": 32}  # of a cache that is quick to set up
+    settings = {"num_blocks": 8, "max_batch_tokens": 64}  # of a cache that is quick to set up
     trainer, callback = validating(
         tmp_path,
         trained,

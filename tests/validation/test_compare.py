@@ -1,17 +1,12 @@
 """`isopo-compare`: runs in one picture and one table, and one sentence for whatever cannot be compared."""
 
-import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
 from isopo_trl.validation.compare import main, named
 from tests.validation.runs import BROKEN, CURVES, REWARD, broken, legends, log, png_size, write
-
-
-ROOT = Path(__file__).parents[2]
 
 
 # Names
@@ -93,11 +88,13 @@ def test_command_says_what_to_install_where_matplotlib_is_missing(tmp_path, caps
     assert not output and errors == "isopo-compare needs matplotlib: pip install matplotlib\n"
 
 
-def test_command_runs_as_a_module(tmp_path):
+def test_command_runs_as_a_module(tmp_path, monkeypatch, capsys):
     folder = write(tmp_path / "run", log(*CURVES))
-    command = [sys.executable, "-m", "isopo_trl.validation.compare", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("Drawn to comparison.png\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["isopo-compare", str(folder)])
+    monkeypatch.delitem(sys.modules, "isopo_trl.validation.compare")  # else Python warns that it is there already
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("isopo_trl.validation.compare", run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.endswith("Drawn to comparison.png\n")
     png_size(tmp_path / "comparison.png")

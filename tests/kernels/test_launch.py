@@ -1,0 +1,94 @@
+"""Launching without Triton's inspection of the arguments, where what was compiled must fit."""
+
+import itertools
+
+import torch
+
+from isopo_trl.kernels import elementwise, linear, rms_norm, v
+from isopo_trl.kernels.launch import Plan, launch
+from isopo_trl.rules import make_rule
+from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
+
+
+class FakeKernel:
+    """Stands in for a kernel: notes how often it is compiled, and for which types it is launched."""
+
+    def __init__(self):
+        self.compiled, self.launched = 0, []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*arguments, num_warps):
+            self.compiled += 1
+            return FakeCompiled(self)
+
+        return compile_and_launch
+
+
+class FakeCompiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.launched.append((grid, *arguments))
+
+
+def test_a_plan_launches_what_was_compiled_with_the_arguments_of_the_moment():
+    kernel, plan = FakeKernel(), Plan((3, 1, 1), ("constant",))
+    x, y = torch.zeros(4), torch.ones(4)
+    launch(kernel, plan, (x, x), (7,))
+    launch(kernel, plan, (x, y), (8,))
+    assert kernel.compiled == 1
+    assert kernel.launched == [((3, 1, 1), x, y, 8, "constant")]
+
+
+def test_a_kernel_compiled_for_aligned_pointers_is_not_launched_for_others():
+    kernel, plan = FakeKernel(), Plan((1, 1, 1), ())
+    x = torch.zeros(8)
+    launch(kernel, plan, (x[1:],), ())
+    launch(kernel, plan, (x,), ())
+    launch(kernel, plan, (x, x[1:]), ())
+    assert kernel.compiled == 3 and kernel.launched == []
+    launch(kernel, plan, (x[4:],), ())
+    assert kernel.compiled == 3 and len(kernel.launched) == 1
+
+
+@needs_kernels
+def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
+    """A plan remembers what was compiled for it: all that a compiled kernel depends on must tell plans apart."""
+    seen = {}
+
+    def noted(kernel, plan, tensors, numbers):
+        assert all(type(number) is int and abs(number) < 2**31 for number in numbers)
+        key = (kernel, plan.constants, tuple(x.dtype for x in tensors), tuple(plan.options.items()), plan.grid)
+        assert seen.setdefault(id(plan), (plan, key))[1] == key
+
+    for module in (linear, v, elementwise, rms_norm):
+        monkeypatch.setattr(module, "launch", noted)
+    types = [torch.float32, torch.float16, torch.bfloat16]
+    for rule, m, T, d in itertools.product(
+        (FISHER, FIG4, EUCLIDEAN, INTERACTING, make_rule("none")), (1, 3), (7, 70), (5, 16)
+    ):
+        given = batch(m, T, d, 2 * d, 6, dtype=torch.float32)
+        ledger = Run.of(given, rule).ledger
+        samples = given.samples if rule.needs.overlap else None
+        for dtype, out in itertools.product(types, types):
+            g, a = given.g.to(dtype), given.a.to(dtype)
+            n, overlap = len(given.samples.rows), None
+            for finish, bias in itertools.product((True, False), (True, False)):
+                if rule.needs.overlap:
+                    arguments = (given.sequences, given.samples, ledger, 0)
+                    overlap = linear.overlap_coefficients(g, a, bias, *arguments, finish=finish)
+            V = torch.zeros(m, d, 3, device=DEVICE)
+            if rule.needs.norm or rule.needs.ntk:
+                v.v_coefficients(V, ledger, 0, overlap, n)
+                v.VBlocks([V[0].numel()] * 2, ledger, 0, overlap, n).add(V)
+                v.VSums(rule).add(V)
+            v.combined(V, ledger, 0, out)
+            linear.scaled(a, given.sequences, ledger, 0)
+            elementwise.elementwise_gradient(g, given.sequences, samples, ledger, 0, out)
+            x, weight = g.view(m, T, d), torch.ones(d, device=DEVICE, dtype=out)
+            for flavour in (rms_norm.Flavour(1e-6, 0.0, True), rms_norm.Flavour(1e-6, 1.0, False)):
+                y, scale = rms_norm.forward(x, weight, flavour)
+                _, sums, by_position = rms_norm.backward(x, y, weight, scale, flavour, given.sequences, samples)
+                elementwise.elementwise_gradient(by_position, given.sequences, samples, ledger, 0, out, sums)
+    assert len(seen) > 100

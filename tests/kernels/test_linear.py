@@ -1,0 +1,128 @@
+"""Overlaps of rows, and rows times coefficients, against the same functions in plain PyTorch."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isopo_trl.geometry.sequences import Sequences
+from isopo_trl.kernels import linear
+from tests.kernels import batches
+from tests.kernels.batches import (
+    DEVICE,
+    DTYPES,
+    EXACT,
+    FIG4,
+    FISHER,
+    GRADIENT,
+    KNOWN,
+    STATISTIC,
+    Run,
+    batch,
+    close,
+    filled_ledger,
+    plain_statistics,
+    run_elementwise,
+    run_linear,
+)
+
+
+pytestmark = batches.of_kernels
+
+# m, T, p, d, n: no dimension is a multiple of a block everywhere
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (3, 7, 5, 33, 5),
+    (3, 7, 33, 1, 130),  # fewer positions than samples
+    (8, 64, 16, 16, 64),
+    (3, 65, 130, 5, 64),
+    (2, 130, 1, 130, 130),  # two blocks of samples
+    (17, 7, 33, 5, 1),
+]
+
+
+# Overlaps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
+    given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
+    run = Run.of(given, FISHER)
+    arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.ledger, run.index)
+    result = linear.overlap_coefficients(*arguments)
+    expected, _ = plain_statistics(given, FISHER.needs, "ghost")
+    m, n = shape[0], len(given.samples.rows)
+    close(result[:n], expected.sample_norm, STATISTIC[dtype])
+    close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
+    run.check(expected, STATISTIC[dtype])
+
+    if dtype != EXACT:
+        return
+    # Unfinished, for a rule that needs the Euclidean norm too: the same, and the ledger is left alone
+    unfinished = Run.of(given, FIG4)
+    arguments = (*arguments[:5], unfinished.ledger, unfinished.index)
+    before = unfinished.ledger.table.clone()
+    again = linear.overlap_coefficients(*arguments, finish=False)
+    assert torch.equal(again, result)
+    assert torch.equal(unfinished.ledger.table, before) and not unfinished.ledger.counter.any()
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_the_input_that_is_always_one_counts_in_samples_and_sequences(bias):
+    given = replace(batch(3, 7, 5, 4, 6), bias=bias)
+    run = Run.of(given, FIG4)
+    run_linear(given, run)
+    expected = run.check(plain_statistics(given, FIG4.needs, "ghost")[0], STATISTIC[EXACT])
+    other = run.plain(plain_statistics(replace(given, bias=not bias), FIG4.needs, "ghost")[0])
+    assert (expected.c - other.c).abs().max() > 1e-2  # the test would notice
+
+
+# Rows times coefficients
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("m", "T", "d"), [(1, 1, 1), (3, 7, 5), (8, 65, 33), (17, 64, 16), (3, 130, 130), (2, 9, 1500)]
+)
+def test_scaled_rows_are_those_of_the_sequences(m, T, d, dtype):
+    x = torch.randn(m * T, d, generator=torch.Generator().manual_seed(m)).to(DEVICE, dtype)
+    ledger, sequences = filled_ledger(m), Sequences.regular(m, T)
+    result = linear.scaled(x, sequences, ledger, KNOWN)
+    assert result.dtype == dtype and result.is_contiguous()
+    close(result, sequences.scaled(x.double(), ledger.table[KNOWN, 0]), GRADIENT[dtype])
+
+
+# Memory layouts
+
+
+LAYOUTS = {
+    "columns of a wider tensor": lambda x: padded_columns(x)[:, 2:-1],
+    "columns first": lambda x: x.t().contiguous().t(),
+    "every other row": lambda x: x.repeat_interleave(2, dim=0)[::2],
+    "one column": lambda x: padded_columns(x[:, :1])[:, 2:-1],
+}
+
+
+def padded_columns(x):
+    """Neighbours that must not be read are NaN, and an offset that spoils the alignment of the pointer."""
+    spoilt = x.new_full((len(x), 2), math.nan)
+    return torch.cat([spoilt, x, spoilt[:, :1]], dim=1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_may_lie_in_memory_in_any_way(layout, dtype):
+    given = batch(3, 7, 5, 33, 8, dtype=dtype)
+    turned = replace(given, g=LAYOUTS[layout](given.g), a=LAYOUTS[layout](given.a))
+    plain = replace(given, g=turned.g.contiguous(), a=turned.a.contiguous())
+    run, same = Run.of(turned, FISHER), Run.of(plain, FISHER)
+    run_linear(turned, run)
+    run_linear(plain, same)
+    assert torch.equal(run.ledger.table, same.ledger.table)
+    ledger = filled_ledger(3)
+    expected = linear.scaled(plain.a, given.sequences, ledger, 0)
+    assert torch.equal(linear.scaled(turned.a, given.sequences, ledger, 0), expected)
+    of_turned, of_plain = (run_elementwise(x, Run.of(x, FIG4)) for x in (turned, plain))
+    assert torch.equal(of_turned, of_plain)

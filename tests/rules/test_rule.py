@@ -1,0 +1,185 @@
+"""What holds for the coefficients of every rule: sequences without a gradient, broken ones, invariances."""
+
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from isopo_trl.geometry.cost import Needs
+from isopo_trl.rules import PowerRule, Rule, make_rule
+from isopo_trl.rules.running import EXPECTATIONS
+from tests import oracle
+from tests.rules.gradients import (
+    ADVANTAGES,
+    HISTORY,
+    POWERS,
+    RULES,
+    computed,
+    example,
+    rule_of,
+    statistics,
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "needs"),
+    [
+        ("fisher", Needs(overlap=True)),
+        ("npg", Needs(overlap=True, norm=True)),
+        ("fig4", Needs(overlap=True, norm=True)),
+        ("euclidean", Needs(norm=True)),
+        ("none", Needs()),
+        ("interacting", Needs(ntk=True)),
+        ((0.0, 0.0, 0.0), Needs()),
+        ((-1.0, -1.0, 0.0), Needs(overlap=True, norm=True)),
+    ],
+    ids=str,
+)
+def test_a_rule_asks_for_the_statistics_it_uses_and_no_others(rule, needs):
+    assert rule_of(rule).needs == needs
+
+
+# Sequences without a gradient, and broken ones
+
+
+@pytest.mark.parametrize("regularization", [None, 0.3])
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "none"])
+def test_a_sequence_without_a_gradient_neither_gets_one_nor_changes_the_others(rule, scale, regularization):
+    V, G = example()
+    V[1] = 0
+    rule = make_rule(rule, scale=scale, regularization=regularization)
+    others = [0, 2, 3, 4]
+    result = computed(V, G, ADVANTAGES, rule)
+    alone = computed(V[others], G, ADVANTAGES[others], rule)
+    torch.testing.assert_close(result.c[others], alone.c, rtol=1e-12, atol=0)
+    assert torch.isfinite(result.c).all()
+    if rule.regularization == 0 or rule.needs.ntk:
+        assert result.c[1] == 0
+
+
+@pytest.mark.parametrize("history", [None, dict.fromkeys(EXPECTATIONS, 0.0)], ids=["first step", "zero history"])
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize(
+    ("rule", "keep_small"), [*((rule, False) for rule in [*POWERS, "interacting"]), *((rule, True) for rule in POWERS)]
+)
+def test_a_layer_without_any_gradient_gets_finite_coefficients(rule, scale, history, keep_small):
+    settings = {"regularization": 0.3, "keep_small": True} if keep_small else {}
+    result = computed(
+        torch.zeros(5, 4), torch.zeros(3, 4), ADVANTAGES, make_rule(rule, scale=scale, **settings), history
+    )
+    # Without a gradient at any sample the Fisher norm is not known; there is nothing to multiply either
+    unknown = scale == "relative" and make_rule(rule).needs.overlap
+    assert result.c.tolist() == (ADVANTAGES.tolist() if unknown else [0] * 5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("regularization", [None, 0.3])
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "none"])
+def test_a_broken_sequence_leaves_the_coefficients_of_the_others_right(rule, scale, regularization, value):
+    V, G = example()
+    others = [0, 1, 2, 4]
+    rule = make_rule(rule, scale=scale, regularization=regularization)
+    expected = oracle.coefficients(
+        V[others], G, ADVANTAGES[others], rule.name, regularization=regularization, scale=scale
+    )
+    given = statistics(V, G)
+    given.overlap[:, 3] = given.norm[3] = given.ntk[3] = given.ntk[:, 3] = value
+    result = rule.coefficients(given, ADVANTAGES, None)
+    torch.testing.assert_close(result.c[others], expected, rtol=1e-10, atol=0)
+
+
+# Invariances
+
+
+@pytest.mark.parametrize("history", [None, HISTORY], ids=["first step", "history"])
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize("rule", RULES)
+def test_signs_may_stand_in_the_advantages_or_in_the_gradients(rule, scale, history):
+    V, G = example()
+    sign = torch.where(ADVANTAGES < 0, -1.0, 1.0)
+    signs_of_samples = torch.tensor([1.0, -1, -1, 1, 1, -1]).unsqueeze(1)
+    rule = make_rule(rule, scale=scale)
+    in_advantages = computed(V, G, ADVANTAGES, rule, history).c @ V
+    in_gradients = computed(V * sign.unsqueeze(1), G * signs_of_samples, ADVANTAGES.abs(), rule, history).c @ (
+        V * sign.unsqueeze(1)
+    )
+    torch.testing.assert_close(in_gradients, in_advantages, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("factor", [1e-6, 0.25, 1e4])
+@pytest.mark.parametrize("regularization", [None, 0.3])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "none"])
+def test_a_constant_factor_of_the_loss_leaves_relative_coefficients_unchanged(rule, regularization, factor):
+    V, G = example()
+    rule = make_rule(rule, regularization=regularization)
+    expected = computed(V, G, ADVANTAGES, rule).c
+    torch.testing.assert_close(computed(factor * V, factor * G, ADVANTAGES, rule).c, expected, rtol=1e-9, atol=0)
+
+
+def scaled(history, factor, rule):
+    """The running means that a loss with a constant factor would have had, by the units of each."""
+    p, q, _ = getattr(rule, "exponents", (0, 0, 0))
+    degree = 0 if getattr(rule, "keep_small", False) else p + q
+    units = {"fisher^2": 2, "norm^2": 2, "relative^2": 0, "fx": degree + 1, "x": 1}
+    return {name: value * factor ** units[name] for name, value in history.items()}
+
+
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize(
+    ("rule", "keep_small"),
+    [
+        *((rule, False) for rule in [*POWERS, "interacting", (0.5, -1.0, -0.5)]),
+        *((rule, True) for rule in [*POWERS, (0.5, -1.0, -0.5)]),
+    ],
+    ids=str,
+)
+def test_loss_scale_is_taken_out_of_the_running_means_only(rule, scale, keep_small):
+    V, G = example()
+    factor = 0.25
+    settings = {"regularization": 0.3, "scale": scale, "keep_small": keep_small}
+    made = rule_of(rule, **settings)
+    result = computed(factor * V, factor * G, ADVANTAGES, made, HISTORY, loss_scale=factor)
+    # The formula, on the loss as it is, with running means in the same units
+    expected = oracle.coefficients(
+        factor * V, factor * G, ADVANTAGES, rule, history=scaled(HISTORY, factor, made), **settings
+    )
+    torch.testing.assert_close(result.c, expected, rtol=1e-10, atol=1e-12)
+    # What goes into the running means is free of the factor
+    without = computed(V, G, ADVANTAGES, made, HISTORY)
+    for name in ("fisher", "norm", "raw"):
+        if getattr(without, name) is not None:
+            torch.testing.assert_close(getattr(result, name), getattr(without, name), rtol=1e-10, atol=1e-12)
+
+
+# Settings
+
+
+def test_an_unknown_scale_is_named_and_answered_with_the_choices():
+    for name in RULES:
+        with pytest.raises(ValueError, match="scale='papers' is unknown: choose one of 'relative', 'paper'"):
+            make_rule(name, scale="papers")
+
+
+def test_settings_are_what_a_checkpoint_knows_the_rule_by():
+    rule = make_rule("interacting", regularization=0.3, scale="paper")
+    assert rule.settings == {"name": "interacting", "scale": "paper", "regularization": 0.3}
+    assert rule.settings != make_rule("interacting", regularization=0.4, scale="paper").settings
+    assert PowerRule(fisher_power=-1.0).settings != make_rule("fisher").settings  # by another name
+
+
+def test_a_rule_cannot_be_changed_once_it_is_made():
+    with pytest.raises(FrozenInstanceError):
+        make_rule("fisher").scale = "paper"
+
+
+def test_the_kernels_know_no_rule_that_does_not_say_so():
+    class Own(Rule):
+        needs, degree = Needs(), 0.0
+
+        def coefficients(self, statistics, advantages, history, loss_scale=1.0):
+            raise NotImplementedError
+
+    assert Own().kernel_form is None
