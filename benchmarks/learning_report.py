@@ -274,7 +274,9 @@ class Report:
             apart = re.sub(r"-weights\w+", "", label.partition(",")[0]).partition("-")[2]
             blocks[apart if baseline else ""][label] = results
         for block in blocks.values():
-            base = next((label for label in block if baseline and label.startswith(baseline)), None)
+            # At the rate of most seeds, where there is more than one
+            candidates = [label for label in block if baseline and label.startswith(baseline)]
+            base = max(candidates, key=lambda label: len(block[label]), default=None)
             lines += ["", *self.comparison(block, base or next(iter(block)))]
         return "\n".join([*lines, *self.missing(groups)])
 
@@ -300,7 +302,9 @@ class Report:
     def comparison(self, rows: Rows, baseline: str | None) -> list[str]:
         """Accuracy and divergence of each row, and its differences from the baseline's by seed."""
         level = self.common_accuracy(rows)
-        head = ["method, rate", "n", "test accuracy", "KL from the start", "nats per point gained"]
+        head = ["method, rate", "n", "test accuracy", "KL from the start"]
+        priced = any(self.prices(results) for results in rows.values())
+        head += ["nats per point gained"] if priced else []
         head += [f"KL at {percent(level)} held back"] if level else []
         if baseline:
             name = re.sub(", [^,]*$", "", baseline)
@@ -308,7 +312,8 @@ class Report:
         lines = table(head)
         for label, results in rows.items():
             cells = [label, str(len(results)), spread([100 * accuracy(r) for r in results], "{:.1f} %")]
-            cells += [spread(known(map(kl, results)), "{:.1f}"), spread(self.prices(results), "{:.2f}")]
+            cells.append(spread(known(map(kl, results)), "{:.1f}"))
+            cells += [spread(self.prices(results), "{:.2f}")] if priced else []
             if level:
                 cells.append(spread(known(self.kl_at(r, level) for r in results), "{:.1f}"))
             if baseline:
@@ -316,12 +321,6 @@ class Report:
                 cells += ["", ""] if same else [difference_of_tests(results, rows[baseline])]
                 cells += [] if same else [difference(results, rows[baseline], kl, "{:+.1f}")]
             lines.append(row(cells))
-        lines += [
-            "",
-            "Medians over n seeds, with their range; KL in nats per completion on held-back problems at the last "
-            "step. Differences are means over the seeds that both have, with 95 % intervals from resampling the "
-            "seeds; of fewer than three seeds, from the problems alone, which says nothing about other seeds.",
-        ]
         return lines
 
     def tail(self, rows: Rows) -> list[str]:
@@ -336,7 +335,7 @@ class Report:
             cells.append(spread([100 * share for share in known(clipped(r) for r in results)], "{:.0f} %"))
             cells.append(spread(known(mean_of(r, "isopo/effective_sequences") for r in results), "{:.0f}"))
             lines.append(row(cells))
-        return [*lines, "", "Medians over n seeds, with their range. Steps are clipped where the norm is above 1."]
+        return lines
 
     def prices(self, results: list[Result]) -> list[float]:
         """Nats per point of test accuracy gained, of runs that gained any."""
@@ -483,8 +482,8 @@ def same_task(result: Result) -> bool:
 
 
 def variant(result: Result) -> str:
-    """A run's name without learning rate and seed."""
-    return re.sub(r"(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
+    """A run's name without task, learning rate and seed."""
+    return re.sub(r"(-tasksums)?(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
 
 
 def short_rate(rate: float) -> str:
