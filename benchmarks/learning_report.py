@@ -387,7 +387,7 @@ def fisher_norm_tables(name: str, result: Result) -> list[str]:
         f"{name} on {result['hardware']['device']}: {sequences} completions of at most {settings['tokens']} tokens, "
         f"{sum(result['lengths']):,} positions, {len(layers)} layers. Twice the step caused "
         f"{median(quadratic):.2f} times the divergence (median; {quadratic[0]:.2f} to {quadratic[-1]:.2f}; "
-        f"n = {len(quadratic)}), so it is quadratic here.",
+        f"n = {len(quadratic)}); where it is quadratic, that is 4.",
         "",
         "Rank correlation between sequences, median over layers (n = number of layers): of each norm with the root of "
         "the measured divergence per squared size of the step, in the sequence itself and in completions of other "
