@@ -1,8 +1,8 @@
 """
 The seam to TRL: every name through which isopo_trl reaches into TRL where TRL promises nothing.
 
-What is private is looked up with [`reach`], which notes what is missing or has another signature; the end of this file
-raises if anything was noted, so that a TRL that has changed is found at import, by name, and not by a wrong gradient.
+What is private is looked up with [`require`], which notes what is missing or has another signature; the end of this
+file raises if anything was noted, so that a TRL that has changed is found at import, and not by a wrong gradient.
 The methods that [`ISOPOTrainer`] overrides stand in `trainer.py`, as they must; their signatures are checked here.
 """
 
@@ -82,7 +82,7 @@ def difference(path: str, *parameters: str, mentions: tuple[str, ...] = ()) -> s
     return None
 
 
-def reach(path: str, *parameters: str, mentions: tuple[str, ...] = ()) -> Any:
+def require(path: str, *parameters: str, mentions: tuple[str, ...] = ()) -> Any:
     """The object at a dotted path; a [`difference`] from what is expected is an error at the end of this file."""
     problem = difference(path, *parameters, mentions=mentions)
     if problem is not None:
@@ -106,8 +106,8 @@ def _lookup(path: str) -> Any:
 # Functions
 
 
-get_config_model_id = reach("trl.trainer.utils.get_config_model_id", "config")
-disable_gradient_checkpointing = reach(
+get_config_model_id = require("trl.trainer.utils.get_config_model_id", "config")
+disable_gradient_checkpointing = require(
     "trl.models.utils.disable_gradient_checkpointing", "model", "gradient_checkpointing_kwargs"
 )
 
@@ -134,7 +134,7 @@ _ATTRIBUTES = (
     "use_vllm",
     "vllm_importance_sampling_correction",
 )
-reach("trl.GRPOTrainer.__init__", "model", "reward_funcs", "args", mentions=_ATTRIBUTES)
+require("trl.GRPOTrainer.__init__", "model", "reward_funcs", "args", mentions=_ATTRIBUTES)
 
 
 def log(trainer: Any, mode: str, figures: dict[str, float]) -> None:
@@ -239,7 +239,7 @@ class Batch(dict):
 # The loss
 
 
-reach(
+require(
     "trl.GRPOTrainer._compute_loss",
     "model",
     "inputs",
@@ -249,9 +249,9 @@ reach(
         *("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"),
     ),
 )
-reach("trl.GRPOTrainer._get_per_token_logps_and_entropies", "model", "input_ids", "attention_mask", "logits_to_keep")
-reach("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
-reach("trl.GRPOTrainer.create_model_card", "model_name", "dataset_name", "tags")
+require("trl.GRPOTrainer._get_per_token_logps_and_entropies", "model", "input_ids", "attention_mask", "logits_to_keep")
+require("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
+require("trl.GRPOTrainer.create_model_card", "model_name", "dataset_name", "tags")
 
 
 def score(trainer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -299,8 +299,8 @@ def weighed_loss(
                 loans.enter_context(borrowed(trainer, use_vllm=True, vllm_importance_sampling_correction=True))
             return logps if ratios is None else ratios, *others
 
-        plain = {"beta": 0.0, "use_vllm": False, "vllm_importance_sampling_correction": False}
-        loans.enter_context(borrowed(trainer, **plain))
+        own_loss = {"beta": 0.0, "use_vllm": False, "vllm_importance_sampling_correction": False}
+        loans.enter_context(borrowed(trainer, **own_loss))
         loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
         yield
 
@@ -308,7 +308,7 @@ def weighed_loss(
 # Generation
 
 
-reach(
+require(
     "trl.GRPOTrainer._generate_and_score_completions",
     "inputs",
     mentions=(
@@ -317,9 +317,9 @@ reach(
         *("use_vllm", "vllm_importance_sampling_correction", "old_per_token_logps", "sampling_per_token_logps"),
     ),
 )
-reach("trl.GRPOTrainer._generate", "prompts", mentions=("rollout_func", "_generate_single_turn"))
-reach("trl.GRPOTrainer._generate_single_turn", "prompt_ids", "images", "multimodal_fields", "num_generations")
-reach("trl.GRPOTrainer._calculate_rewards", "inputs", "prompts", "completions", "completion_ids_list")
+require("trl.GRPOTrainer._generate", "prompts", mentions=("rollout_func", "_generate_single_turn"))
+require("trl.GRPOTrainer._generate_single_turn", "prompt_ids", "images", "multimodal_fields", "num_generations")
+require("trl.GRPOTrainer._calculate_rewards", "inputs", "prompts", "completions", "completion_ids_list")
 
 
 class Generated(NamedTuple):
@@ -391,11 +391,11 @@ def is_reference(trainer: Any, model: Any) -> bool:
 # Validation
 
 
-pad = reach("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
-is_conversational = reach("trl.data_utils.is_conversational", "example")
-reach("trl.GRPOTrainer._tokenize_prompts", "prompts")
-reach("trl.GRPOTrainer.__init__", mentions=("_is_vlm", "_tokenizer", "generation_config", "generation_kwargs"))
-reach("trl.generation.vllm_generation.VLLMGeneration.__init__", mentions=("generation_kwargs",))
+pad = require("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
+is_conversational = require("trl.data_utils.is_conversational", "example")
+require("trl.GRPOTrainer._tokenize_prompts", "prompts")
+require("trl.GRPOTrainer.__init__", mentions=("_is_vlm", "_tokenizer", "generation_config", "generation_kwargs"))
+require("trl.generation.vllm_generation.VLLMGeneration.__init__", mentions=("generation_kwargs",))
 
 
 def is_vision_model(trainer: Any) -> bool:
@@ -423,18 +423,18 @@ _PLACE = "_ChunkedLogProbFunction"  # where TRL's model forward looks it up, in 
 _HEAD_ARGUMENTS = ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size")
 HEAD_WEIGHT = _HEAD_ARGUMENTS.index("weight") - 1  # among the arguments of `apply`
 
-ChunkedLogProbFunction = reach("trl.kernels.ChunkedLogProbFunction")
-reach("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
-reach(f"trl.trainer.utils.{_PLACE}")
-gathered_head = reach("trl.trainer.utils.maybe_gather_lm_head_ctx")
-head_uses_triton = reach("trl.kernels.chunked_logprob._use_triton", "device")
-_BLOCK_SIZE = reach("trl.kernels.chunked_logprob._BLOCK_SIZE")
-_backward_tile = reach(
+ChunkedLogProbFunction = require("trl.kernels.ChunkedLogProbFunction")
+require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
+require(f"trl.trainer.utils.{_PLACE}")
+gathered_head = require("trl.trainer.utils.maybe_gather_lm_head_ctx")
+head_uses_triton = require("trl.kernels.chunked_logprob._use_triton", "device")
+_BLOCK_SIZE = require("trl.kernels.chunked_logprob._BLOCK_SIZE")
+_backward_tile = require(
     "trl.kernels.chunked_logprob._backward_tile",
     *("tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols"),
     *("logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE"),
 )
-_backward_kernel = reach("trl.kernels.chunked_logprob._backward_kernel")  # takes the same, as pointers
+_backward_kernel = require("trl.kernels.chunked_logprob._backward_kernel")  # takes the same, as pointers
 
 
 class _HeadDispatcher:

@@ -278,7 +278,7 @@ def _norm_plan(
 
 
 @lru_cache(maxsize=4096)
-def _combine_plan(m: int, size: int, kept: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
+def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
     BM = power_of_two(m)
     BE = max(16, 2**12 // BM)
     return Plan((-(-size // BE), 1, 1), (size % 16 == 0, BM, BE))

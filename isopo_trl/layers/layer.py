@@ -165,5 +165,7 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    kept = (dtype, torch.float64)
-    return tuple([x if x is None or x.dtype in kept or not x.is_floating_point() else x.to(dtype) for x in tensors])
+    unchanged = (dtype, torch.float64)
+    return tuple(
+        [x if x is None or x.dtype in unchanged or not x.is_floating_point() else x.to(dtype) for x in tensors]
+    )

@@ -186,7 +186,7 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
         known = microbatch.coefficients(index, Statistics()).to(dtype)
         scaled = sequences.scaled(a.to(dtype), known).to(a.dtype)
         ones = sequences.scaled(torch.ones_like(a[:, :1], dtype=dtype), known)
-    kept: list[tuple[slice, torch.Tensor]] = []
+    formed: list[tuple[slice, torch.Tensor]] = []
     for part, tile in tiles(grad):
         if grad_hidden is not None:
             grad_hidden += product(tile, weight[part].to(tile.dtype))
@@ -195,16 +195,16 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
             continue
         V = sums.add(tile)
         if V is not None and strategy == "kept":
-            kept.append((part, V))
+            formed.append((part, V))
     if known is None:
         c = microbatch.coefficients(index, sums.result())
-        for part, V in kept:
+        for part, V in formed:
             total = torch.einsum("m,mpd->pd", c.to(V.dtype), V)
             if grad_weight is not None:
                 grad_weight[part] = total[:, :d].to(weight.dtype)
             if grad_bias is not None:
                 grad_bias[part] = total[:, -1].to(bias.dtype)
-        for part, tile in tiles(sequences.scaled(grad, c.to(grad.dtype))) if not kept else ():
+        for part, tile in tiles(sequences.scaled(grad, c.to(grad.dtype))) if not formed else ():
             weight_gradients(part, tile, a)
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
