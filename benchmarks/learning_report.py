@@ -96,7 +96,7 @@ class Report:
         lines = ["## What is made", "", f"{len(made)} of {len(wanted)} runs of the matrix."]
         if trained:
             hours = sum(r["seconds"]["total"] / r["hardware"]["parallel"] for r in trained) / 3600
-            lines[-1] += f" {len(trained)} trained, {hours:.1f} hours of a machine in all: " + "; ".join(
+            lines[-1] += f" {len(trained)} trained, {hours:.2f} hours of a machine in all: " + "; ".join(
                 f"{count} on {device}, {parallel} at a time"
                 for (device, parallel), count in counted(
                     (r["hardware"]["device"], r["hardware"]["parallel"]) for r in trained
@@ -115,8 +115,9 @@ class Report:
             unequal = self.unequal_prompts()
             lines += [
                 "",
-                f"Prompts of each generation are the same between methods of one seed: {compared - len(unequal)} of "
-                f"{compared} comparable runs." + "".join(f"\n\n**{line}**" for line in unequal),
+                "Prompts are the same, generation by generation, between methods of one seed: "
+                f"{compared - len(unequal)} of {compared} comparable runs."
+                + "".join(f"\n\n**{line}**" for line in unequal),
             ]
         other = self.other_settings()
         if other:
@@ -139,7 +140,7 @@ class Report:
     def _by_data(self) -> list[list[Result]]:
         groups = defaultdict(list)
         for result in self.results.values():
-            if result["settings"]["steps"] and result.get("prompts_of_generations"):
+            if result["settings"]["steps"] and result["prompts"]:
                 groups[tuple(result["settings"].get(key) for key in OF_DATA)].append(result)
         return [group for group in groups.values() if len(group) > 1]
 
@@ -152,10 +153,13 @@ class Report:
         lines = []
         for first, *others in self._by_data():
             for other in others:
-                pairs = zip(first["prompts_of_generations"], other["prompts_of_generations"], strict=False)
+                # Of generations where both have noted them, else of steps
+                both = "prompts_of_generations" in first and "prompts_of_generations" in other
+                unit, key = ("generation", "prompts_of_generations") if both else ("step", "prompts")
+                pairs = zip(first[key], other[key], strict=False)
                 place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
                 if place is not None:
-                    lines.append(f"{other['name']} saw other prompts than {first['name']}, from generation {place} on")
+                    lines.append(f"{other['name']} saw other prompts than {first['name']}, from {unit} {place} on")
         return lines
 
     # Sections
@@ -168,8 +172,11 @@ class Report:
         if not always and not names & set(self.results):
             return ""
         lines = [f"## {title}", ""]
-        lines += ["Accuracy on held-back problems, mean of the last two validations, seed 0 (n = 1); the rate that is"]
-        lines += ["chosen is in bold, once the method's part of the grid is finished.", ""]
+        lines += [
+            "Accuracy on held-back problems, mean of the last two validations, seed 0 (n = 1); the rate that is "
+            "chosen is in bold, once the method's part of the grid is finished.",
+            "",
+        ]
         lines += table(["method", *map(short_rate, rates)])
         for method in unique(entry.method for entry in entries):
             own = [entry for entry in entries if entry.method == method]
@@ -267,7 +274,9 @@ class Report:
             apart = re.sub(r"-weights\w+", "", label.partition(",")[0]).partition("-")[2]
             blocks[apart if baseline else ""][label] = results
         for block in blocks.values():
-            base = next((label for label in block if baseline and label.startswith(baseline)), None)
+            # At the rate of most seeds, where there is more than one
+            candidates = [label for label in block if baseline and label.startswith(baseline)]
+            base = max(candidates, key=lambda label: len(block[label]), default=None)
             lines += ["", *self.comparison(block, base or next(iter(block)))]
         return "\n".join([*lines, *self.missing(groups)])
 
@@ -293,7 +302,9 @@ class Report:
     def comparison(self, rows: Rows, baseline: str | None) -> list[str]:
         """Accuracy and divergence of each row, and its differences from the baseline's by seed."""
         level = self.common_accuracy(rows)
-        head = ["method, rate", "n", "test accuracy", "KL from the start", "nats per point gained"]
+        head = ["method, rate", "n", "test accuracy", "KL from the start"]
+        priced = any(self.prices(results) for results in rows.values())
+        head += ["nats per point gained"] if priced else []
         head += [f"KL at {percent(level)} held back"] if level else []
         if baseline:
             name = re.sub(", [^,]*$", "", baseline)
@@ -301,7 +312,8 @@ class Report:
         lines = table(head)
         for label, results in rows.items():
             cells = [label, str(len(results)), spread([100 * accuracy(r) for r in results], "{:.1f} %")]
-            cells += [spread(known(map(kl, results)), "{:.1f}"), spread(self.prices(results), "{:.2f}")]
+            cells.append(spread(known(map(kl, results)), "{:.1f}"))
+            cells += [spread(self.prices(results), "{:.2f}")] if priced else []
             if level:
                 cells.append(spread(known(self.kl_at(r, level) for r in results), "{:.1f}"))
             if baseline:
@@ -309,12 +321,6 @@ class Report:
                 cells += ["", ""] if same else [difference_of_tests(results, rows[baseline])]
                 cells += [] if same else [difference(results, rows[baseline], kl, "{:+.1f}")]
             lines.append(row(cells))
-        lines += [
-            "",
-            "Medians over n seeds, with their range; KL in nats per completion on held-back problems at the last "
-            "step. Differences are means over the seeds that both have, with 95 % intervals from resampling the "
-            "seeds; of fewer than three seeds, from the problems alone, which says nothing about other seeds.",
-        ]
         return lines
 
     def tail(self, rows: Rows) -> list[str]:
@@ -329,7 +335,7 @@ class Report:
             cells.append(spread([100 * share for share in known(clipped(r) for r in results)], "{:.0f} %"))
             cells.append(spread(known(mean_of(r, "isopo/effective_sequences") for r in results), "{:.0f}"))
             lines.append(row(cells))
-        return [*lines, "", "Medians over n seeds, with their range. Steps are clipped where the norm is above 1."]
+        return lines
 
     def prices(self, results: list[Result]) -> list[float]:
         """Nats per point of test accuracy gained, of runs that gained any."""
@@ -381,7 +387,7 @@ def fisher_norm_tables(name: str, result: Result) -> list[str]:
         f"{name} on {result['hardware']['device']}: {sequences} completions of at most {settings['tokens']} tokens, "
         f"{sum(result['lengths']):,} positions, {len(layers)} layers. Twice the step caused "
         f"{median(quadratic):.2f} times the divergence (median; {quadratic[0]:.2f} to {quadratic[-1]:.2f}; "
-        f"n = {len(quadratic)}), so it is quadratic here.",
+        f"n = {len(quadratic)}); where it is quadratic, that is 4.",
         "",
         "Rank correlation between sequences, median over layers (n = number of layers): of each norm with the root of "
         "the measured divergence per squared size of the step, in the sequence itself and in completions of other "
@@ -476,8 +482,8 @@ def same_task(result: Result) -> bool:
 
 
 def variant(result: Result) -> str:
-    """A run's name without learning rate and seed."""
-    return re.sub(r"(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
+    """A run's name without task, learning rate and seed."""
+    return re.sub(r"(-tasksums)?(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
 
 
 def short_rate(rate: float) -> str:

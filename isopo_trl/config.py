@@ -6,14 +6,13 @@ from typing import Any
 from trl import GRPOConfig
 
 from .isopo import check_settings
-from .rules import Rule, make_rule
+from .rules.registry import make_rule, rule_names, rule_settings
+from .rules.rule import Rule
 from .token_weights import WEIGHTINGS, named, refusals
 
 
 # Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-# Settings of the paper's rules; a rule registered elsewhere takes those of them that it has
-RULE_SETTINGS = ("fisher_power", "norm_power", "relative_power", "regularization", "keep_small", "scale")
 
 
 @dataclass
@@ -202,9 +201,11 @@ class ISOPOConfig(GRPOConfig):
 
     def _rule(self) -> Rule:
         """The rule these settings describe; raises where they contradict each other."""
-        defaults = type(self).__dataclass_fields__
-        given = {name: getattr(self, name) for name in RULE_SETTINGS}
-        return make_rule(self.rule, **{name: x for name, x in given.items() if x != defaults[name].default})
+        # Fields that are settings of any rule: the chosen one may refuse them
+        names = {name for rule in rule_names() for name in rule_settings(rule)}
+        fields = {name: field for name, field in type(self).__dataclass_fields__.items() if name in names}
+        given = {name: getattr(self, name) for name in fields}
+        return make_rule(self.rule, **{name: x for name, x in given.items() if x != fields[name].default})
 
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""

@@ -335,9 +335,8 @@ class _Forward:
         self._weighting = weighting
         self._batch = batch
         self._optimizer_steps = optimizer_steps
-        self.differentiated: list[
-            torch.Tensor
-        ] = []  # weights, where an unscaled term asks what the loss makes of them
+        # The weights, where an unscaled term asks what the loss makes of them
+        self.differentiated: list[torch.Tensor] = []
 
     def __call__(self, logps: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         self.logps, mask = logps, self._batch.scored

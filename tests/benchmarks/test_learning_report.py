@@ -226,6 +226,11 @@ def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(report, many
     assert status == 1 and "14 of 15 comparable runs" in page
     assert "interacting-lr2e-6-seed1 saw other prompts than" in page and "from generation 3 on" in page
     assert "saw other prompts" in capsys.readouterr().err
+    del other["prompts_of_generations"]  # as in the first files
+    assert report(other)[0] == 0
+    other["prompts"][7] = "another"
+    status, page = report(other)
+    assert status == 1 and "from step 7 on" in page
 
 
 def test_results_of_other_settings_than_the_matrix_has_are_named(report):
