@@ -24,10 +24,13 @@ ROOT = Path(__file__).parents[2]
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start(ranks, worker, output, *arguments):
-    """The process of a worker (a file of this folder) on so many ranks of CPUs, or of the launcher of these."""
+def start(ranks, worker, output, *arguments, launched=False):
+    """
+    The process of a worker (a file of this folder) on so many ranks of CPUs, or of the launcher of these. A single
+    rank has a process group only if it is `launched`.
+    """
     launcher = [sys.executable]
-    if ranks > 1:
+    if ranks > 1 or launched:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

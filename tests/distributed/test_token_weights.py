@@ -2,18 +2,14 @@
 
 import importlib.util
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
 
+from tests.distributed.process_group import finish, load_runs, start
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("token_weights_worker.py")
+
 # On two ranks, and what one rank does
 RUNS = {
     "ddp-none-full-p3o": "ddp-none-full-p3o",
@@ -58,22 +54,11 @@ def results(tmp_path_factory):
     outputs = {ranks: folder / f"token_weights-{ranks}.pt" for ranks in runs}
     with FileLock(folder / "token_weights.lock"):
         if not all(output.exists() for output in outputs.values()):
-            processes = [launch(ranks, outputs[ranks], runs[ranks]) for ranks in runs]
+            worker = "token_weights_worker.py"
+            processes = [start(ranks, worker, outputs[ranks], *runs[ranks], launched=True) for ranks in runs]
             for process in processes:
-                said, _ = process.communicate()
-                assert process.returncode == 0, said[-3000:]
-    return {ranks: torch.load(output) for ranks, output in outputs.items()}
-
-
-def launch(ranks, output, runs):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["DS_ACCELERATOR"] = "cpu"
-    command = [*launcher, str(WORKER), str(output), *runs]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                finish(process)
+    return {ranks: load_runs(output) for ranks, output in outputs.items()}
 
 
 def ranks(results, world, name):

@@ -11,9 +11,8 @@ size is not: the first of two microbatches does not know the second's tokens. So
 [`WithForesight`] they are counted before their turn. Option `joined` makes one microbatch of the two instead.
 """
 
-import gc
+import functools
 import sys
-import traceback
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -22,8 +21,8 @@ from trl.trainer import add_fused_lm_head
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.token_weights import ratio_sums
 from tests import oracle, tiny, training
-from tests.distributed.validation_worker import Sharded, full_weights
-from tests.distributed.worker import RANK, STEPS, WORLD, build, deepspeed_config, microbatch
+from tests.distributed.process_group import RANK, WORLD, Sharded, full_weights, save_runs
+from tests.distributed.worker import STEPS, build, deepspeed_config, microbatch
 
 
 REGULARIZATION = 1.0  # without it, three steps make 1e-4 of a difference of 1e-7 (DeepSpeed sums in its own order)
@@ -194,23 +193,6 @@ def run(output, mode, *settings):
     return {**result, "weights": full_weights(model), "means": isopo.state_dict()["running"]["mean"]}
 
 
-def main(output, *runs):
-    torch.set_num_threads(1)
-    results = {}
-    for name in runs:
-        try:
-            results[name] = run(output, *name.split("-"))
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-        gc.collect()
-    everyone = [results]
-    if WORLD > 1:
-        everyone = [None] * WORLD
-        torch.distributed.all_gather_object(everyone, results)
-        torch.distributed.destroy_process_group()
-    if RANK == 0:
-        torch.save({name: [results[name] for results in everyone] for name in runs}, output)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    _, output, *runs = sys.argv
+    save_runs(functools.partial(run, output), runs, output)
