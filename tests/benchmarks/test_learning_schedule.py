@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -19,7 +20,7 @@ note("start")
 (folder / "ports").open("a").write(os.environ["MASTER_PORT"] + "\\n")
 if "slow" in name:
     (folder / "runs" / f"{name}.json.part").write_text("half")
-    time.sleep(60)
+    time.sleep(1e6)  # until it is killed
 if "breaks" in name or ("once" in name and attempt == 1):
     sys.exit("Error in memory profiling")
 time.sleep(0.3)
@@ -40,7 +41,18 @@ def scheduled(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
 
-    def schedule(methods, deadline=600.0, parallel=2, stagger=0.0, steps=1, expected=1.0):
+    def schedule(methods, deadline=1e6, parallel=2, stagger=0.0, steps=1, expected=1.0, half_written=False):
+        def command(run, attempt):
+            if half_written:
+                threading.Thread(target=end_when_half_written, args=[run.name], daemon=True).start()
+            return [sys.executable, str(script), run.name, str(tmp_path), str(attempt)]
+
+        def end_when_half_written(name):
+            """Time is up once a run has left something unfinished, however long that took."""
+            while not (tmp_path / "runs" / f"{name}.json.part").exists():
+                time.sleep(0.05)
+            made.deadline = time.time()
+
         content = {
             "defaults": {"task": "t", "steps": steps},
             "tasks": {"t": {}},
@@ -48,15 +60,9 @@ def scheduled(tmp_path):
             "methods": {method: {} for method in methods},
             "groups": [{"group": "all", "over": {"method": methods}}],
         }
-        outcome = Schedule(
-            Matrix(content),
-            tmp_path / "runs",
-            lambda run, attempt: [sys.executable, str(script), run.name, str(tmp_path), str(attempt)],
-            time.time() + deadline,
-            parallel,
-            stagger,
-            tmp_path / "logs",
-        ).go()
+        end = time.time() + deadline
+        made = Schedule(Matrix(content), tmp_path / "runs", command, end, parallel, stagger, tmp_path / "logs")
+        outcome = made.go()
         events = (tmp_path / "events").read_text().splitlines() if (tmp_path / "events").exists() else []
         return outcome, [tuple(line.split()) for line in events]
 
@@ -106,7 +112,7 @@ def test_a_run_that_always_fails_is_given_up_and_stops_nobody(scheduled):
 
 
 def test_what_is_unfinished_at_the_deadline_leaves_nothing_behind(scheduled, tmp_path):
-    outcome, _ = scheduled(["slow"], deadline=4.0, expected=0.1)
+    outcome, _ = scheduled(["slow"], half_written=True)
     assert outcome == {"made": [], "failed": [], "discarded": ["slow"]}
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -134,11 +140,11 @@ def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_pa
     content = {
         "defaults": {"task": "t", "steps": 1},
         "tasks": {"t": {}},
-        "expected": {"start": 1000, "step": 0, "alone": 0},
+        "expected": {"start": 1e7, "step": 0, "alone": 0},
         "methods": {"a": {}},
         "groups": [{"group": "all", "over": {"method": ["a"]}}],
     }
-    deadline = time.time() + 600
+    deadline = time.time() + 6e6
     schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], deadline, 1, 0.0, tmp_path)
     schedule.paces += paces
     assert bool(schedule._candidates()) == fits
