@@ -3,7 +3,7 @@ What ISOPO does to learning: runs of a matrix of methods, learning rates and see
 
     python benchmarks/learning.py status
     python benchmarks/learning.py run --model DIR --data DIR --deadline 1500
-    python benchmarks/learning.py run --group sums --parallel 1 --deadline 7200      # the embedded model, on a CPU
+    python benchmarks/learning.py run --group sums --parallel 1 --deadline 7200      # the embedded model
     python benchmarks/learning.py report
 
 `run` takes the next unfinished runs of the matrix, several at a time, each in a process of its own, and stops before
@@ -47,7 +47,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--smoke", action="store_true", help="everything small, with transformers' generation")
         if name == "status":
             continue
-        command.add_argument("--model", help="folder of the model")
+        command.add_argument("--model", help="folder of GSM8K's model; the sums have the embedded one")
         command.add_argument("--data", help="folder with train.jsonl and test.jsonl")
         command.add_argument("--parallel", type=int, default=5, help="runs at a time")
         command.add_argument("--stagger", type=float, default=8.0, help="seconds between two starts")

@@ -8,7 +8,7 @@ beside it, and what is not yet run is said in its place.
 import itertools
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
@@ -72,7 +72,7 @@ class Report:
             self.rates("LoRA: learning rates", ("rates_lora",)),
             self.variants("Muon", ("rates_muon", "muon"), "grpo"),
             self.rates("Muon: learning rates", ("rates_muon",)),
-            self.variants("Sums, on a CPU", ("sums",), "grpo"),
+            self.variants("Sums", ("sums",), "grpo"),
             self.fisher_norm(),
         ]
         return "\n\n".join(section for section in sections if section) + "\n"
@@ -110,6 +110,7 @@ class Report:
                 f"Before training, greedy: {percent(test['accuracy'])} of {test['count']:,} test problems, "
                 f"{percent(held_back['accuracy'])} of {self.start['held_back']} held back from training (n = 1).",
             ]
+        lines += [f"\n**{line}**" for line in self.other_models()]
         compared = self.compared_prompts()
         if compared:
             unequal = self.unequal_prompts()
@@ -135,6 +136,16 @@ class Report:
             names = sorted(key for key in {*has, *run.settings} if has.get(key) != run.settings.get(key))
             if names:
                 lines.append(f"`{run.name}` ({', '.join(names)})")
+        return lines
+
+    def other_models(self) -> list[str]:
+        """Runs that began with other weights than the first one of the same task."""
+        first: dict[str, Result] = {}
+        lines = []
+        for result in self.results.values():
+            one = first.setdefault(result["settings"]["task"], result)
+            if result.get("model") != one.get("model"):
+                lines.append(f"{result['name']} began with another model than {one['name']}")
         return lines
 
     def _by_data(self) -> list[list[Result]]:
@@ -198,14 +209,15 @@ class Report:
         return max((held_back_score(self.results[r.name]), -r.settings["learning_rate"]) for r in runs)[1] * -1
 
     def main_rows(self) -> Rows:
-        """Each method at its rate, seeds that are made; the rate of most runs where the grid is not finished."""
+        """Each method at its rate, seeds that are made; at the rate of most methods until its grid is finished."""
         rows: Rows = {}
-        for method in MAIN:
-            made = defaultdict(dict)
-            for result in self.results.values():
-                settings = result["settings"]
-                if variant(result) == method and settings["task"] == "gsm8k" and settings["steps"]:
-                    made[settings["learning_rate"]][settings["seed"]] = result
+        runs: dict[str, dict[float, dict[int, Result]]] = {method: defaultdict(dict) for method in MAIN}
+        for result in self.trained("gsm8k"):
+            settings = result["settings"]
+            if variant(result) in runs:
+                runs[variant(result)][settings["learning_rate"]][settings["seed"]] = result
+        methods_at = Counter(rate for made in runs.values() for rate in made)
+        for method, made in runs.items():
             if not made:
                 continue
             grid = [
@@ -216,7 +228,7 @@ class Report:
                 and entry.given["learning_rate"] != BEST
             ]
             best = self.best_of(grid) if grid else None
-            rate = best if best in made else max(made, key=lambda rate: (len(made[rate]), -rate))
+            rate = best if best in made else max(made, key=lambda rate: (methods_at[rate], len(made[rate]), -rate))
             mark = "" if best is not None else "*"
             rows[f"{method}, {short_rate(rate)}{mark}"] = [made[rate][seed] for seed in sorted(made[rate])]
         return rows
@@ -228,7 +240,7 @@ class Report:
             return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
         lines += ["", *self.comparison(rows, next((label for label in rows if label.startswith("grpo,")), None))]
         if any(label.endswith("*") for label in rows):
-            lines += ["", "\\* The method's grid of rates is not finished: the rate at which most runs are made."]
+            lines += ["", "\\* The method's grid of rates is not finished: the rate that most methods have runs at."]
         lines += ["", *self.tail(rows)]
         captions = {
             "results_accuracy.png": "Accuracy on held-back problems by step and by seconds of training; median and "

@@ -243,7 +243,9 @@ def worker_environment(parallel: int) -> dict[str, str]:
 
 
 def worker_command(script: str, options: dict[str, Any], run: Run, attempt: int) -> list[str]:
-    """The command line of one run: `learning.py work`."""
+    """The command line of one run: `learning.py work`. A model that is given is not for the sums."""
+    if run.settings["task"] == "sums":
+        options = {name: value for name, value in options.items() if name != "model"}
     arguments = [sys.executable, script, "work", "--name", run.name, "--settings", json.dumps(run.settings)]
     arguments += ["--attempt", str(attempt)]
     for name, value in options.items():

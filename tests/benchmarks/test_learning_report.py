@@ -240,6 +240,23 @@ def test_results_of_other_settings_than_the_matrix_has_are_named(report):
     assert "`grpo-lr2e-6-seed0` (format_weight)" in page
 
 
+def test_a_run_from_another_model_is_named(report):
+    draw = random.Random(0)
+    one, other = (made_up(method, 2e-6, 0, draw) | {"model": method} for method in ("grpo", "fisher"))
+    _, page = report(one, one | {"name": "grpo-lr1e-6-seed0"})
+    assert "another model" not in page
+    _, page = report(other)
+    assert "grpo-lr1e-6-seed0 began with another model than fisher-lr2e-6-seed0" in page
+
+
+def test_methods_are_compared_at_one_rate_until_their_grids_are_finished(report):
+    draw = random.Random(0)
+    rates = {"grpo": (1e-6, 2e-6), "fisher": (2e-6, 4e-6), "fig4": (2e-6,)}
+    _, page = report(*(made_up(method, rate, 0, draw) for method in rates for rate in rates[method]))
+    methods = page[page.index("## Methods") : page.index("## Lambda")]
+    assert set(re.findall(r"\| (\w+, \S+)\* \|", methods)) == {f"{method}, 2e-6" for method in rates}
+
+
 def test_figures_are_drawn_and_shown(report, many):
     _, page = report(*many)
     for name in ("results_accuracy.png", "results_divergence.png"):

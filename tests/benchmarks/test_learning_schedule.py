@@ -183,7 +183,7 @@ def test_the_command_line_of_a_worker_carries_the_settings():
     from learning_matrix import Run
     from learning_schedule import worker_command
 
-    run = Run("fisher-seed0", "rates", "fisher", {"rule": "fisher", "validate_at": [1, 2]})
+    run = Run("fisher-seed0", "rates", "fisher", {"task": "gsm8k", "rule": "fisher", "validate_at": [1, 2]})
     command = worker_command("learning.py", {"model": None, "data": "d", "results": "r"}, run, 2)
     options = parse(command[2:])
     assert (options.command, options.name, options.data, options.results, options.attempt) == (
@@ -194,6 +194,16 @@ def test_the_command_line_of_a_worker_carries_the_settings():
         2,
     )
     assert json.loads(options.settings) == run.settings and options.model is None
+
+
+def test_the_model_that_is_given_is_not_that_of_the_sums():
+    from learning_matrix import Run
+    from learning_schedule import worker_command
+
+    for task in ("gsm8k", "sums"):
+        run = Run("fisher-seed0", "rates", "fisher", {"task": task})
+        command = worker_command("learning.py", {"model": "qwen", "results": "r"}, run, 1)
+        assert ("qwen" in command) == (task == "gsm8k")
 
 
 def test_status_says_what_is_made_and_what_waits(tmp_path):
