@@ -73,6 +73,10 @@ def test_it_is_regularised_unless_told_otherwise():
     ("settings", "named"),
     [
         ({"rule": "interacting", "regularization": 0.0}, "regularization=0"),
+        ({"rule": "interacting", "regularization": 1e-30}, "at least 0.0001"),
+        ({"rule": "interacting", "regularization": 1e-10, "scale": "paper"}, "regularization=1e-10"),
+        ({"rule": "interacting", "regularization": 1e30}, "regularization=1e+30"),
+        ({"rule": "interacting", "regularization": math.nan}, "regularization=nan"),
         ({"rule": "interacting", "regularization": -0.1}, "regularization=-0.1"),
         ({"rule": "interacting", "regularization": math.inf}, "regularization=inf"),
         ({"rule": "interacting", "fisher_power": -1.0}, "fisher_power"),
