@@ -238,7 +238,10 @@ def test_the_state_of_another_model_or_rule_is_refused(model, settings, message)
 @pytest.mark.parametrize(
     ("saved", "settings"),
     [
-        ("name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None", {"regularization": 0}),
+        (
+            "name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None",
+            {"regularization": 0},
+        ),
         (
             "name='fig4', fisher_power=None, norm_power=-0.5, relative_power=None, regularization=0.1",
             {"rule": "fig4", "norm_power": -0.5, "regularization": 0.1},
