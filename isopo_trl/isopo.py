@@ -323,9 +323,9 @@ class ISOPO:
         else:
             remedy = f"Set regularization={10 * given or 0.1:g} (it is {given:g}), which bounds the multiplier"
         logger.warning(
-            f"In {'this step' if number is None else f'step {number}'}, a sequence's gradient at {name} was multiplied "
-            f"by {largest:,.0f} times the layer's mean multiplier: the sequence has next to no gradient there, and may "
-            f"outweigh all the others. {remedy}. This is said once."
+            f"In {'this step' if number is None else f'step {number}'}, a sequence's gradient at {name} was "
+            f"multiplied by {largest:,.0f} times the layer's mean multiplier: the sequence has next to no gradient "
+            f"there, and may outweigh all the others. {remedy}. This is said once."
         )
 
     def _statistics(self, device: torch.device) -> RunningStatistics:

@@ -45,9 +45,9 @@ class Interacting(Rule):
         check_regularization(self.regularization)
         if self.regularization < SMALLEST_REGULARIZATION:
             raise ValueError(
-                f"regularization={self.regularization:g} leaves the kernel of rule='interacting' singular to rounding, "
-                f"and its coefficients next to zero: set regularization > 0, at least {SMALLEST_REGULARIZATION:g} (1 "
-                "is the default)."
+                f"regularization={self.regularization:g} leaves the kernel of rule='interacting' singular to "
+                f"rounding, and its coefficients next to zero: set regularization > 0, at least "
+                f"{SMALLEST_REGULARIZATION:g} (1 is the default)."
             )
 
     @property

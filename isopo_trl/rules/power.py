@@ -14,6 +14,7 @@ scale exceeds `(1 + m / lambda)^((|p| + |q| + |r|) / 2)`.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ class PowerRule(NonInteracting):
     fisher_power: float = 0.0
     norm_power: float = 0.0
     relative_power: float = 0.0
-    regularization: float = None  # type: ignore[assignment]  # a number once the rule is made
+    regularization: Any = None  # a number once the rule is made
     keep_small: bool = False
 
     def __post_init__(self):
