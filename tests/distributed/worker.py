@@ -65,7 +65,7 @@ class Overflowing(ByHand):
     def _prepare_inputs(self, generation_batch):
         inputs = super()._prepare_inputs(generation_batch)
         if self.state.global_step == 1 and RANK == WORLD - 1:
-            inputs["advantages"] = 1e37 * inputs["advantages"]
+            inputs["advantages"] = 3e38 * inputs["advantages"].sign()
         return inputs
 
 
