@@ -25,7 +25,7 @@ def test_coefficients_are_the_formula(rule, regularization, scale, history):
 
 
 @pytest.mark.parametrize("history", [None, HISTORY], ids=["first step", "history"])
-@pytest.mark.parametrize("regularization", [None, 1e-3, 50.0])
+@pytest.mark.parametrize("regularization", [None, 1e-4, 50.0, 1e6])
 def test_interacting_solves_the_kernel_system(regularization, history):
     V, G = example()
     K = V @ V.T
