@@ -55,6 +55,7 @@ class RunningStatistics:
 
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
         """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
+        self._factor = loss_scale**self.rule.degree
         advantages = advantages.to(self.mean.dtype, copy=True).contiguous()
         return Ledger(self.rule, advantages, self.history, loss_scale)
 
@@ -82,7 +83,6 @@ class RunningStatistics:
         self._sums = self._sums + torch.where(alive.unsqueeze(1), terms, 0).sum(-1)
         extremes = torch.where(defined, torch.stack([-multiplier, multiplier]), -torch.inf)
         self._extremes = torch.maximum(self._extremes, extremes.amax(2))
-        self._factor = ledger.loss_scale**self.rule.degree
         self._broken = self._broken + broken.any(0).sum()
 
     def step(self, grad_norm: torch.Tensor | None = None) -> dict[str, float]:
