@@ -269,7 +269,7 @@ def linear_kernels(m: int, T: int, p: int, d: int) -> Iterator[Kernel]:
     yield overlap_kernel(shape, batch, both)
     del both
     narrow = copies(lambda: (random(m * T, min(p, d)),))
-    fisher = batch.ledger(make_rule("fisher"))
+    fisher = batch.ledger(make_rule("fisher", regularization=0))
     yield Kernel(
         "scaled",
         shape,
@@ -283,7 +283,7 @@ def linear_kernels(m: int, T: int, p: int, d: int) -> Iterator[Kernel]:
 
 
 def overlap_kernel(shape: str, batch: Batch, both: list[tuple]) -> Kernel:
-    rule, sequences, samples = make_rule("fisher"), batch.sequences, batch.samples
+    rule, sequences, samples = make_rule("fisher", regularization=0), batch.sequences, batch.samples
     ledger = batch.ledger(rule)
     g, a = both[0]
 
@@ -309,7 +309,7 @@ def gradient_kernels(shape: str, batch: Batch, p: int, d: int) -> Iterator[Kerne
     shape = shape if rows == p else f"{shape} ({rows})"
     V = copies(lambda: (random(m, rows, d, dtype=torch.float32),))
     size = m * rows * d
-    fig4, interacting = make_rule("fig4"), make_rule("interacting")
+    fig4, interacting = make_rule("fig4", regularization=0), make_rule("interacting")
     ledgers = {rule: batch.ledger(rule) for rule in (fig4, interacting)}
     # The size of the layer that overlaps are from makes no difference here
     x = random(batch.sequences.rows, 16)
@@ -348,7 +348,7 @@ def norm_kernels(m: int, T: int, heads: int, d: int) -> Iterator[Kernel]:
     """The kernels of an RMSNorm of Qwen3, over features or over those of each head."""
     sizes = (m, T, d) if heads == 1 else (m, T, heads, d)
     shape, elements = str(list(sizes)), math.prod(sizes)
-    batch, rule = Batch(m, T, SAMPLES), make_rule("fisher")
+    batch, rule = Batch(m, T, SAMPLES), make_rule("fisher", regularization=0)
     sequences, samples, ledger = batch.sequences, batch.samples, batch.ledger(rule)
     weight = random(d).requires_grad_()
 

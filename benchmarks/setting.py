@@ -130,6 +130,8 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     if kind is ISOPOTrainer:
         rule, _, token_weights = name.partition("+")
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
+        if rule != "interacting":
+            settings["regularization"] = 0  # as in the figures before the default was another
     args = config(
         output_dir="outputs/benchmarks",
         gradient_checkpointing=case.checkpointing,

@@ -1,11 +1,12 @@
 """
-A backward pass before that of the loss, under DeepSpeed, which would take it for the loss's.
+What DeepSpeed does in the backward pass of the loss, and must not do, or not yet.
 
-By hooks on what the engine's forward returned, it divides the gradient and gets ready for the reduction; in ZeRO-3
-counters say whether a module's parameters are still to be fetched.
+A backward pass before that of the loss would be taken for the loss's: by hooks on what the engine's forward returned,
+DeepSpeed divides the gradient and gets ready for the reduction; in ZeRO-3 counters say whether a module's parameters
+are still to be fetched. And with the loss's own backward, accelerate makes the engine step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,3 +57,19 @@ def unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[No
             own.update(kept)
         for module, name, value in counters:
             setattr(module, name, value)
+
+
+@contextmanager
+def before_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
+    """Context in which `action` runs before a step of the engine; where it raises, the engine does not step."""
+    step = engine.step
+
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return step(*args, **kwargs)
+
+    engine.step = acting
+    try:
+        yield
+    finally:
+        del engine.step

@@ -1,6 +1,7 @@
 """ISOPO on a model, for a training loop of one's own."""
 
 import ast
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .geometry.sequences import Sequences, draw_samples
 from .layers.plan import ADVICE, coverage, full_name, parameter_names, plan, shortcuts, trained_parameters
@@ -16,6 +18,12 @@ from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
 from .rules.running import RunningStatistics
+
+
+logger = logging.getLogger(__name__)
+
+# Multiplier, in units of the layer's mean one, above which a sequence's gradient is out of proportion
+OUT_OF_PROPORTION = 100
 
 
 class ISOPO:
@@ -82,6 +90,7 @@ class ISOPO:
         self._model = model
         self._parameters_are_planned = False  # checked once per optimizer step
         self._every_layer_was_reached = False  # checked in the first backward
+        self._outlier_was_reported = False
         self.layers = plan(self._current, model)
         self._planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
         self._shortcuts = shortcuts(self._current, model, self.layers)
@@ -274,20 +283,50 @@ class ISOPO:
 
     # One optimizer step
 
-    def step(self) -> dict[str, float]:
+    def step(self, grad_norm: torch.Tensor | None = None, number: int | None = None) -> dict[str, float]:
         """
         Close an optimizer step: update the running statistics over all its microbatches and ranks, and return the
         step's figures (see [`~rules.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
         after the last backward: without it there are no running means, and every microbatch goes by its own.
 
         `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite: do not step the
-        optimizer if it is not zero.
+        optimizer if it is not zero. Finite gradients can still overflow in their sum, which their norm tells. The
+        first step with a multiplier out of proportion is reported by a warning.
+
+        Args:
+            grad_norm (`torch.Tensor`, *optional*):
+                Scalar, what `clip_grad_norm_` returned; is in the figures as `grad_norm`, at no transfer of its own.
+                Do not step the optimizer if it is not finite.
+            number (`int`, *optional*):
+                What the warning is to call this step.
         """
         self._close()
         if self._running is None:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
         self._parameters_are_planned = False
-        return self._running.step()
+        figures = self._running.step(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
+        self._report_outlier(self._running.proportions, number)
+        return figures
+
+    def _report_outlier(self, proportions: list[float], number: int | None) -> None:
+        """Warn of a multiplier that is out of proportion, once; `proportions` as the running statistics have them."""
+        largest = max(proportions)
+        if self._outlier_was_reported or largest <= OUT_OF_PROPORTION:
+            return
+        self._outlier_was_reported = True
+        if _world()[1] != 0:
+            return
+        name = parameter_names(self.layers[proportions.index(largest)])[0]
+        given = getattr(self.rule, "regularization", None)
+        if given is None:
+            remedy = f"Bound the multiplier in rule={self.rule.name!r}"
+        else:
+            remedy = f"Set regularization={10 * given or 0.1:g} (it is {given:g}), which bounds the multiplier"
+        logger.warning(
+            f"In {'this step' if number is None else f'step {number}'}, a sequence's gradient at {name} was "
+            f"multiplied by {largest:,.0f} times the layer's mean multiplier: the sequence has next to no gradient "
+            f"there, and may outweigh all the others. {remedy}. This is said once."
+        )
 
     def _statistics(self, device: torch.device) -> RunningStatistics:
         """The running statistics, made on first use on the device of the data."""
@@ -324,6 +363,7 @@ class ISOPO:
             raise ValueError(
                 f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
                 f"{_listed(own['rule'])}: resume with the saved settings, or start a new run from the saved weights."
+                + _on_default_regularization(saved, own["rule"])
             )
         self._draws = state["draws"]
         if self._running is not None and state["running"] is not None:
@@ -386,7 +426,17 @@ def _saved_settings(rule: Any) -> Any:
         return rule
     # Version 0.1 wrote `Rule(name='fisher', fisher_power=None, ...)`, with None for what is the rule's own
     settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
-    return make_rule(settings.pop("name"), **settings).settings
+    name = settings.pop("name")
+    if settings["regularization"] is None and name != "interacting":
+        settings["regularization"] = 0.0  # as it was then
+    return make_rule(name, **settings).settings
+
+
+def _on_default_regularization(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """What to add about settings that differ by what used to be the default, and is not any more."""
+    if saved.get("regularization") == 0 and {**saved, "regularization": own.get("regularization")} == own:
+        return " The default of `regularization` used to be 0: set regularization=0 to go on as before."
+    return ""
 
 
 def _listed(settings: dict[str, Any]) -> str:

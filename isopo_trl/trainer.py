@@ -1,6 +1,7 @@
 """The [`ISOPOTrainer`]."""
 
 import inspect
+import math
 import os
 import textwrap
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from trl import GRPOTrainer
 
 from . import model_card, trl_seam
 from .config import ISOPOConfig
-from .deepspeed_backward import caught_outputs, unseen_by_deepspeed
+from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
 from .isopo import ISOPO
 from .kl_reward import KLReward
@@ -151,16 +152,29 @@ class ISOPOTrainer(GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         try:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            with before_step(model, self._close_step) if self.is_deepspeed_enabled else nullcontext():
+                loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self.isopo.abort()
             self.weighting.reset()
             raise
         self.isopo.end()
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        # The last that happens before the optimizer's step, and the norm is at hand
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if not self.is_deepspeed_enabled:
+            self._close_step(grad_norm)
+        # DeepSpeed has had its step, unless the norm was not finite; -1 is what it says of such a norm in places
+        elif grad_norm is not None and not 0 <= grad_norm < math.inf:
+            _refuse_norm(grad_norm, stepped=not self.accelerator.optimizer_step_was_skipped)
+        return grad_norm
+
+    def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
         if self.accelerator.sync_gradients:
             self._optimizer_steps += 1
-            self._log_step(self.isopo.step())
-        return loss
+            self._log_step(self.isopo.step(grad_norm, number=self.state.global_step + 1))
 
     def _log_step(self, figures: dict[str, float]) -> None:
         off_policy = self.weighting.step()
@@ -171,6 +185,9 @@ class ISOPOTrainer(GRPOTrainer):
                 "learning rate, or train in bf16 or fp32. The weights have not been updated with them, and the "
                 "running statistics do not contain them."
             )
+        norm = figures.pop("grad_norm", 0.0)
+        if not math.isfinite(norm):
+            _refuse_norm(norm, multiplier=figures["multiplier_max"])
         trl_seam.log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
         self._log_off_policy("train", off_policy)
 
@@ -315,6 +332,22 @@ class ISOPOTrainer(GRPOTrainer):
                 "its weights, load them as the model and start a new run."
             )
         self.isopo.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:
+    """Raise for a gradient whose norm is not finite; `multiplier`: the step's largest, where it is known."""
+    largest = "" if multiplier is None else f", the largest multiplier is {multiplier:.3g}"
+    raise FloatingPointError(
+        f"The gradient of this step overflows: its norm is {norm}{largest}, though each sequence's own gradient is "
+        "finite. "
+        + (
+            "DeepSpeed has stepped all the same, so the weights are lost: go back to the last checkpoint. "
+            if stepped
+            else "The weights and the optimizer are as they were before the step. "
+        )
+        + "A lower learning rate does not help. Scale the rewards down (or set scale_rewards='group'), and where "
+        "multipliers are large, raise `regularization`, take exponents nearer to 0, or set scale='relative'."
+    )
 
 
 class _Forward:

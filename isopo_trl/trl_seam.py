@@ -251,6 +251,9 @@ require(
 )
 require("trl.GRPOTrainer._get_per_token_logps_and_entropies", "model", "input_ids", "attention_mask", "logits_to_keep")
 require("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
+# Between the last backward and the optimizer's step
+require("trl.GRPOTrainer._get_grad_norm", "model", "grad_norm")
+require("trl.GRPOTrainer._run_epoch", mentions=("_get_grad_norm",))
 require("trl.GRPOTrainer.create_model_card", "model_name", "dataset_name", "tags")
 
 

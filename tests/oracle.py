@@ -166,7 +166,8 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     """
     The coefficient of each sequence by the formulas: `V` `[m, parameters]`, `G_samples` `[n, parameters]`.
 
-    `history` gives the running means by name; without it they are the microbatch's own.
+    `history` gives the running means by name; without it they are the microbatch's own. `regularization` is that of
+    the rule's default if `None`.
     """
     N = [v.norm().item() for v in V]
     if rule == "interacting":
@@ -181,7 +182,7 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
         c[alive] = solution * (c0 if scale == "relative" else 1)
         return c
     exponents = rule if isinstance(rule, tuple) else EXPONENTS[rule]
-    lam = regularization or 0.0
+    lam = 0.1 if regularization is None and any(exponents) else regularization or 0.0
     weight = G_samples.square().sum().item()
     F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]
     values = {"fisher": F, "norm": N, "relative": [f / n if n > 0 else 0.0 for f, n in zip(F, N, strict=True)]}

@@ -110,8 +110,9 @@ def test_coefficients_of_the_relative_scale_do_not_see_a_constant_in_the_loss(ru
 def test_the_cut_into_microbatches_does_not_matter_to_rules_that_look_at_one_sequence(rule, tmp_path):
     batch = batch_of(8)
     model = tiny.model("qwen3")
-    whole = isopo(copy.deepcopy(model), tmp_path, rule=rule, scale="paper", per_device_train_batch_size=8)
-    cut = isopo(copy.deepcopy(model), tmp_path, rule=rule, scale="paper", gradient_accumulation_steps=2)
+    settings = {"rule": rule, "scale": "paper", "regularization": 0}  # lambda refers to the microbatch's means at first
+    whole = isopo(copy.deepcopy(model), tmp_path, **settings, per_device_train_batch_size=8)
+    cut = isopo(copy.deepcopy(model), tmp_path, **settings, gradient_accumulation_steps=2)
     halves = [batch.part(slice(0, 4)), batch.part(slice(4, 8))]
     for half in halves:  # the normaliser is that of the whole generation batch
         half.extra["num_items_in_batch"] = batch.completion_mask.sum()
@@ -120,9 +121,10 @@ def test_the_cut_into_microbatches_does_not_matter_to_rules_that_look_at_one_seq
 
 def test_the_cut_does_not_matter_to_the_relative_scale_once_there_is_a_history(tmp_path):
     first, second = batch_of(8, seed=1), batch_of(8, seed=2)
+    settings = {"rule": "euclidean", "regularization": 0}  # a mean of f from the first step has its lambda in it
     trainers = [
-        isopo(tiny.model("llama"), tmp_path, rule="euclidean", per_device_train_batch_size=8),
-        isopo(tiny.model("llama"), tmp_path, rule="euclidean", gradient_accumulation_steps=2),
+        isopo(tiny.model("llama"), tmp_path, **settings, per_device_train_batch_size=8),
+        isopo(tiny.model("llama"), tmp_path, **settings, gradient_accumulation_steps=2),
     ]
     results = []
     for trainer, parts in zip(trainers, [[slice(0, 8)], [slice(0, 4), slice(4, 8)]], strict=True):

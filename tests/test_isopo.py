@@ -226,7 +226,7 @@ def test_a_state_can_be_taken_back_in_the_middle_of_a_run():
     [
         (nn.Sequential(nn.Linear(3, 3)), {}, "other trained parameters .*1.bias"),
         (linear(), {"rule": "euclidean"}, "belong to name='fisher'.*name='euclidean'"),
-        (linear(), {"regularization": 0.5}, "regularization=0.0.*regularization=0.5"),
+        (linear(), {"regularization": 0.5}, "regularization=0.1.*regularization=0.5"),
     ],
 )
 def test_the_state_of_another_model_or_rule_is_refused(model, settings, message):
@@ -238,7 +238,10 @@ def test_the_state_of_another_model_or_rule_is_refused(model, settings, message)
 @pytest.mark.parametrize(
     ("saved", "settings"),
     [
-        ("name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None", {}),
+        (
+            "name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None",
+            {"regularization": 0},
+        ),
         (
             "name='fig4', fisher_power=None, norm_power=-0.5, relative_power=None, regularization=0.1",
             {"rule": "fig4", "norm_power": -0.5, "regularization": 0.1},
@@ -257,10 +260,93 @@ def test_a_state_that_version_0_1_0_saved_is_taken(saved, settings):
         ISOPO(linear(), "euclidean").load_state_dict(state)
 
 
+@pytest.mark.parametrize("saved", ["as it is", "by version 0.1.0"])
+def test_resuming_a_run_of_the_old_default_says_what_to_set(saved):
+    state = ISOPO(linear(), "fisher", regularization=0).state_dict()
+    if saved == "by version 0.1.0":
+        powers = "fisher_power=None, norm_power=None, relative_power=None"
+        state["rule"] = f"Rule(name='fisher', {powers}, regularization=None, keep_small=False, scale='relative')"
+    with pytest.raises(ValueError, match="used to be 0: set regularization=0"):
+        ISOPO(linear(), "fisher").load_state_dict(state)
+    ISOPO(linear(), "fisher", regularization=0).load_state_dict(state)
+    # Where something else differs, that is not the reason
+    with pytest.raises(ValueError) as error:
+        ISOPO(linear(), "fisher", scale="paper").load_state_dict(state)
+    assert "used to be" not in str(error.value)
+
+
+# A multiplier out of proportion
+
+
+def sure_of_one_sequence(model, isopo):
+    """A step on two sequences, of which the model is almost sure of the second; returns the figures."""
+    x = torch.tensor([[0.5, -0.2, 0.3], [0.0, 0.0, 12.0]]).unsqueeze(1).expand(2, 4, 3)
+    with isopo.microbatch(torch.tensor([1.0, -1.0]), attention_mask=MASK):
+        model(x).log_softmax(-1)[..., 0].sum().backward()
+    return isopo.step()
+
+
+def certain():
+    model = nn.Sequential(nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[0.3, 0.1, 0.5], [-0.2, 0.4, -0.5]]))
+        model[0].bias.zero_()
+    return model
+
+
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean"])
+def test_a_sequence_that_the_policy_is_sure_of_cannot_blow_up_a_step(rule, scale):
+    model = certain()
+    isopo = ISOPO(model, rule, scale=scale)
+    figures = sure_of_one_sequence(model, isopo)
+    power = -sum(isopo.rule.exponents)
+    if scale == "relative":
+        assert figures["multiplier_max"] <= (1 + 2 / 0.1) ** (power / 2)
+    assert figures["multiplier_max"] / figures["multiplier_min"] <= (1 + 2 / 0.1) ** (power / 2)
+
+
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize("rule", ["fisher", "euclidean"])
+def test_a_multiplier_out_of_proportion_is_reported_once_with_what_to_set(rule, scale, caplog):
+    model = certain()
+    isopo = ISOPO(model, rule, scale=scale, regularization=0)
+    figures = sure_of_one_sequence(model, isopo)
+    assert figures["multiplier_max"] / figures["multiplier_min"] > 1000
+    sure_of_one_sequence(model, isopo)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "In this step" in record.message
+    assert "at 0.weight" in record.message and "regularization=0.1 (it is 0)" in record.message
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale": "paper"}, {"rule": "interacting"}, {"rule": "none"}], ids=str)
+def test_nothing_is_reported_where_the_multiplier_is_in_proportion(settings, caplog):
+    model = certain()
+    isopo = ISOPO(model, **settings)
+    sure_of_one_sequence(model, isopo)
+    assert not caplog.records
+
+
+def test_a_small_lambda_is_told_to_be_larger(caplog):
+    model = certain()
+    sure_of_one_sequence(model, ISOPO(model, regularization=1e-6))
+    assert "regularization=1e-05 (it is 1e-06)" in caplog.text
+
+
+def test_the_gradients_norm_is_read_along():
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    assert "grad_norm" not in isopo.step()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    run(isopo, model)
+    assert isopo.step(norm)["grad_norm"] == pytest.approx(norm.item())
+
+
 def test_multipliers_are_the_coefficients_over_the_advantages():
     torch.manual_seed(0)
     model = linear()
-    isopo = ISOPO(model, "euclidean", scale="paper")
+    isopo = ISOPO(model, "euclidean", scale="paper", regularization=0)
     with pytest.raises(RuntimeError, match="before any microbatch"):
         isopo.multipliers()
     x = torch.randn(2, 4, 3)

@@ -15,7 +15,7 @@ from tests.kernels.batches import DEVICE, FISHER, needs_kernels
 
 
 B, T, LAYERS = 2, 3, 4
-EUCLIDEAN = make_rule("euclidean", scale="paper")
+EUCLIDEAN = make_rule("euclidean", scale="paper", regularization=0)
 SQUARES = Statistics(norm=torch.tensor([4.0, 25.0], dtype=torch.float64))  # N = (2, 5)
 
 

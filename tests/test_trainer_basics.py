@@ -311,3 +311,20 @@ def test_the_state_is_in_the_checkpoint_before_older_checkpoints_go(tmp_path):
 
 def test_the_constructor_shows_the_arguments_of_grpo():
     assert inspect.signature(ISOPOTrainer) == inspect.signature(GRPOTrainer)
+
+
+def test_a_multiplier_out_of_proportion_is_reported_once_by_the_number_of_its_step(tmp_path, caplog, monkeypatch):
+    class Lower(TrainerCallback):
+        """After the first step, any multiplier is out of proportion."""
+
+        def on_step_end(self, args, state, control, **kwargs):
+            monkeypatch.setattr("isopo_trl.isopo.OUT_OF_PROPORTION", 0.01)
+
+    training.build(tmp_path, max_steps=3, options={"callbacks": [Lower()]}).train()
+    (said,) = [record.message for record in caplog.records if "multiplier" in record.message]
+    assert said.startswith("In step 2, ") and "regularization=1 (it is 0.1)" in said
+
+
+@pytest.mark.parametrize(("rule", "regularization"), [("interacting", 1e-4), ("interacting", 1e6), ("fisher", 1e6)])
+def test_everything_moves_at_the_limits_of_lambda(rule, regularization, tmp_path):
+    training.train(training.build(tmp_path, rule=rule, regularization=regularization))

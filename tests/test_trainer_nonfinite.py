@@ -1,11 +1,15 @@
 """Numbers that are not finite stop the run before they reach the weights or the running statistics."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
+from isopo_trl.token_weights import Unscaled
+from isopo_trl.token_weights.p3o import P3O
+from isopo_trl.token_weights.weighting import WEIGHTINGS
 from tests import tiny, training
 
 
@@ -145,3 +149,102 @@ def test_padding_is_free_to_be_anything(tmp_path):
         trainer.model.lm_head.weight[tiny.VOCABULARY[tiny.PAD]] = 0.0
     loss, gradients = training.gradients(trainer, batch)
     assert math.isfinite(loss) and all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+# Gradients that are finite one by one, and not in their sum
+
+
+def assert_nothing_moves(trainer, match="The gradient of this step overflows"):
+    """Trains into an error, before which neither the weights nor the optimizer have moved."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(FloatingPointError, match=match) as error:
+        trainer.train()
+    assert trainer.state.global_step == 0 and not trainer.optimizer.state
+    assert set(trainer.lr_scheduler.get_last_lr()) == {trainer.args.learning_rate}
+    assert_untouched(trainer, before)
+    return str(error.value)
+
+
+def rewards_of(size):
+    return lambda completions, **_: [size * (row % 3) for row in range(len(completions))]
+
+
+@pytest.mark.parametrize("rule", [*RULES, "none"])
+def test_rewards_too_large_for_the_summed_gradient_stop_the_run_before_the_optimizer(rule, tmp_path):
+    trainer = training.build(tmp_path, reward=rewards_of(1e37), rule=rule, scale_rewards="none")
+    message = assert_nothing_moves(trainer)
+    assert "learning rate does not help" in message and "rewards" in message and "as they were" in message
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_an_exponent_that_overflows_stops_the_run_before_the_optimizer(settings, tmp_path):
+    exponent = {"rule": "fisher", "fisher_power": -30.0, "scale": "paper", "regularization": 0}
+    message = assert_nothing_moves(training.build(tmp_path, **exponent, **settings))
+    assert "the largest multiplier is" in message and "scale='relative'" in message
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_norm_that_overflows_over_finite_entries_is_an_error(max_grad_norm, tmp_path):
+    # Clipping would multiply by zero, and the run would go on without learning
+    settings = {"rule": "none", "scale_rewards": "none", "max_grad_norm": max_grad_norm}
+    trainer = training.build(tmp_path, reward=rewards_of(1e25), **settings)
+    finite = []
+    hooks = [
+        p.register_hook(lambda grad: finite.append(bool(grad.isfinite().all()))) for p in trainer.model.parameters()
+    ]
+    assert_nothing_moves(trainer)
+    assert len(finite) == len(hooks) and all(finite)
+
+
+class EnormousPull(P3O):
+    """P3O with a pull that float32 can hold token by token, but not its gradient's norm."""
+
+    name = "enormous_pull"
+
+    def weigh(self, tokens):
+        weighted = super().weigh(tokens)
+
+        def pull():
+            term = weighted.unscaled()
+            return Unscaled(term.value, 1e33 * term.slope)
+
+        return replace(weighted, unscaled=pull)
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting", "none"])
+def test_a_pull_that_overflows_stops_the_run_before_the_optimizer(rule, tmp_path, monkeypatch):
+    def drawn(prompts, trainer):
+        return {**rollout(prompts, trainer), "logprobs": [[-9.0, -4.0, -1.0] for _ in prompts]}
+
+    monkeypatch.setitem(WEIGHTINGS, EnormousPull.name, EnormousPull)
+    options = {"rollout_func": drawn}
+    trainer = training.build(tmp_path, options=options, rule=rule, token_weights=EnormousPull.name)
+    assert_nothing_moves(trainer)
+
+
+def test_training_goes_on_after_an_overflow(tmp_path):
+    sizes = iter([1e37, 1.0])
+    trainer = training.build(
+        tmp_path,
+        reward=lambda completions, **_: rewards_of(next(sizes))(completions),
+        scale_rewards="none",
+        max_steps=1,
+    )
+    assert_nothing_moves(trainer)
+    training.train(trainer)
+
+
+def test_the_checkpoint_before_an_overflow_is_resumed_from(tmp_path):
+    def trainer(*sizes):
+        sizes = iter(sizes)
+        settings = {"scale_rewards": "none", "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+        return training.build(
+            tmp_path, reward=lambda completions, **_: rewards_of(next(sizes))(completions), **settings
+        )
+
+    with pytest.raises(FloatingPointError, match="overflows"):
+        trainer(1.0, 1e37).train()
+    resumed = trainer(1.0)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert all(torch.isfinite(p).all() for p in resumed.model.parameters())

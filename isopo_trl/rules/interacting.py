@@ -4,6 +4,10 @@ The paper's interacting rule, through the layer's neural tangent kernel `K_ij = 
     c = (K + c0 I)^-1 A,    c0 = lambda E[mean eigenvalue of K] = lambda E[N^2]
 
 With `scale="relative"`, `c` is multiplied by `c0`, as in the author's code. Sequences without an advantage take part.
+
+`K` is summed in float32: what it has below some 1e-5 of its mean eigenvalue is rounding. A `c0` down there stabilises
+nothing, and shrinks the relative coefficients with it, until the optimizer does not see them. So lambda has a lower
+limit.
 """
 
 from dataclasses import dataclass
@@ -14,7 +18,10 @@ from ..geometry.cost import Needs
 from ..geometry.guarded import alive_sequences, mean_over
 from ..geometry.statistics import Statistics
 from .registry import register_rule
-from .rule import Coefficients, Expectations, KernelForm, Rule
+from .rule import Coefficients, Expectations, KernelForm, Rule, check_regularization
+
+
+SMALLEST_REGULARIZATION = 1e-4
 
 
 @register_rule("interacting")
@@ -24,7 +31,7 @@ class Interacting(Rule):
     `c = (K + c0 I)^-1 A`.
 
     Args:
-        regularization (`float`): lambda.
+        regularization (`float`): lambda, at least `SMALLEST_REGULARIZATION`.
         name, scale: see [`Rule`].
     """
 
@@ -35,12 +42,12 @@ class Interacting(Rule):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.regularization < float("inf"):
-            raise ValueError(f"regularization={self.regularization} must be a finite number and not negative.")
-        if self.regularization == 0:
+        check_regularization(self.regularization)
+        if self.regularization < SMALLEST_REGULARIZATION:
             raise ValueError(
-                "regularization=0 leaves the kernel of rule='interacting' singular: set regularization > 0 (1 is the "
-                "default)."
+                f"regularization={self.regularization:g} leaves the kernel of rule='interacting' singular to "
+                f"rounding, and its coefficients next to zero: set regularization > 0, at least "
+                f"{SMALLEST_REGULARIZATION:g} (1 is the default)."
             )
 
     @property

@@ -16,6 +16,19 @@ from ..geometry.statistics import Statistics
 
 
 SCALES = ("relative", "paper")
+# Beyond it, float32 cannot tell a rule's gradient from a plain one
+LARGEST_REGULARIZATION = 1e6
+
+
+def check_regularization(value: float) -> None:
+    """Raise if lambda is negative or not a number, or so large that nothing is left of the rule."""
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"regularization={value} must be a finite number and not negative.")
+    if value > LARGEST_REGULARIZATION:
+        raise ValueError(
+            f"regularization={value} leaves nothing of the rule, whose gradient tends to the plain one as lambda "
+            f"grows: set at most {LARGEST_REGULARIZATION:g} (0.1 to 10 are usual), or rule='none'."
+        )
 
 
 class Expectations(NamedTuple):

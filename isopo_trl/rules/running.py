@@ -32,6 +32,10 @@ class RunningStatistics:
         decay (`float`): weight of the past, 0.9 in the paper.
         rule ([`Rule`]): the rule.
         device (`torch.device`): where the statistics live.
+
+    Attributes:
+        proportions (`list[float]`): of the step that was closed last, each layer's largest multiplier in units of the
+            layer's mean one; 0 for a rule in which sequences look at each other.
     """
 
     def __init__(self, layers: int, decay: float, rule: Rule, device: torch.device):
@@ -39,16 +43,19 @@ class RunningStatistics:
         self.rule = rule
         self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
         self.known = [False] * layers
+        self.proportions = [0.0] * layers
         self._refresh()
         self._start_step()
 
     def _start_step(self) -> None:
         self._sums = self.mean.new_zeros(len(self.mean), _COUNT + 1 + len(_REPORTED))
-        self._extremes = self.mean.new_full((2,), -torch.inf)  # of -f and f
+        self._extremes = self.mean.new_full((2, len(self.mean)), -torch.inf)  # of -f and f
+        self._factor = 1.0  # that multipliers carry for the loss's constant
         self._broken = self.mean.new_zeros(1)
 
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
         """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
+        self._factor = loss_scale**self.rule.degree
         advantages = advantages.to(self.mean.dtype, copy=True).contiguous()
         return Ledger(self.rule, advantages, self.history, loss_scale)
 
@@ -75,17 +82,20 @@ class RunningStatistics:
         # Sequences without a gradient, and broken ones, are left out: nothing non-finite gets in
         self._sums = self._sums + torch.where(alive.unsqueeze(1), terms, 0).sum(-1)
         extremes = torch.where(defined, torch.stack([-multiplier, multiplier]), -torch.inf)
-        self._extremes = torch.maximum(self._extremes, extremes.amax((1, 2)))
+        self._extremes = torch.maximum(self._extremes, extremes.amax(2))
         self._broken = self._broken + broken.any(0).sum()
 
-    def step(self) -> dict[str, float]:
+    def step(self, grad_norm: torch.Tensor | None = None) -> dict[str, float]:
         """
         Close an optimizer step: sum over ranks, update the running means, start the next step.
+
+        Args:
+            grad_norm (`torch.Tensor`, *optional*): scalar, norm of the step's gradient, to be read along.
 
         Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`;
         `effective_sequences`: participation ratio `(sum |c|)^2 / sum c^2`, mean over layers; `fisher_norm`,
         `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
-        number of sequences with a non-finite statistic or coefficient somewhere.
+        number of sequences with a non-finite statistic or coefficient somewhere; `grad_norm`, if it was given.
         """
         totals = torch.cat([self._sums.flatten(), self._broken])
         if dist.is_available() and dist.is_initialized():
@@ -98,9 +108,11 @@ class RunningStatistics:
         updated = decay * self.mean + (1 - decay) * step_mean
         self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean)
         figures = self._figures(sums, broken)
+        if grad_norm is not None:
+            figures["grad_norm"] = grad_norm.detach().to(self.mean)
         # The one transfer to the host
-        values = torch.cat([torch.stack(list(figures.values())), count]).tolist()
-        seen = values[len(figures) :]
+        values = torch.cat([torch.stack(list(figures.values())), count, self._proportions()]).tolist()
+        seen, self.proportions = values[len(figures) : -len(count)], values[-len(count) :]
         self.known = [known or number > 0 for known, number in zip(self.known, seen, strict=True)]
         self._refresh()
         self._start_step()
@@ -109,11 +121,12 @@ class RunningStatistics:
     def _figures(self, sums: torch.Tensor, broken: torch.Tensor) -> dict[str, torch.Tensor]:
         fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
         count = sums[:, _COUNT].sum().clamp(min=1)
+        lowest, largest = self._extremes.amax(1)
         needs = self.rule.needs
         figures = {
             "multiplier_mean": multiplier.sum() / defined.sum().clamp(min=1),
-            "multiplier_min": torch.where(defined.sum() > 0, -self._extremes[0], 0),
-            "multiplier_max": torch.where(defined.sum() > 0, self._extremes[1], 0),
+            "multiplier_min": torch.where(defined.sum() > 0, -lowest, 0),
+            "multiplier_max": torch.where(defined.sum() > 0, largest, 0),
             "effective_sequences": ratio(absolute.square(), square).sum() / (square > 0).sum().clamp(min=1),
             "broken_sequences": broken,
         }
@@ -124,6 +137,17 @@ class RunningStatistics:
         if needs.overlap and needs.norm:
             figures["relative_norm"] = relative.sum() / count
         return figures
+
+    def _proportions(self) -> torch.Tensor:
+        """`[L]`, each layer's largest multiplier of the step, in units of its mean one."""
+        largest = self._extremes.amax(0)
+        if self.rule.needs.ntk:
+            # c_s / A_s is large wherever A_s is small beside its neighbours', and means nothing
+            return torch.zeros_like(largest)
+        if self.rule.scale == "relative":
+            return largest
+        x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
+        return ratio(largest * x, fx * self._factor)
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]

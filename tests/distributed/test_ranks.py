@@ -14,8 +14,9 @@ from tests.distributed.process_group import finish, load_runs, start
 pytestmark = pytest.mark.distributed
 
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
+RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
-    RUNS += ["zero2-fisher-full", "zero3-fisher-full"]
+    RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +73,14 @@ def test_deepspeed_trains_to_the_weights_of_one_rank(mode, results, tmp_path):
     one, two = worker.run(tmp_path, "trainer", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
     assert two[0]["wrapped"] == "DeepSpeedEngine"
     assert_same(one, *two, 1e-3)  # DeepSpeed clips and sums in an order of its own
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("overflow")])
+def test_a_gradient_that_overflows_on_one_rank_stops_all_of_them_before_the_optimizer(name, results):
+    first, second = ranks(results, name)
+    assert "The gradient of this step overflows" in first["said"] and "as they were" in first["said"]
+    assert second["said"] == first["said"]
+    for result in (first, second):
+        assert result["step"] == 1
+        for weight, before in result["before"].items():
+            assert torch.equal(result["weights"][weight], before), weight

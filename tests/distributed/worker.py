@@ -1,11 +1,12 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
-worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, and the weights full or
-lora
+worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, overflow, overflow2,
+overflow3, overflowfsdp, and the weights full or lora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
+In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
 import sys
@@ -14,11 +15,12 @@ from functools import partial
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
+from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from tests import oracle, tiny
-from tests.distributed.process_group import RANK, WORLD, full_weights, save_runs
+from tests.distributed.process_group import RANK, WORLD, Sharded, full_weights, save_runs
 
 
 STEPS = 3
@@ -57,6 +59,20 @@ class ByHand(ISOPOTrainer):
         return {name: value.to(self.accelerator.device) for name, value in inputs.items()}
 
 
+class Overflowing(ByHand):
+    """On the last rank, the advantages of the second step are more than its gradient can carry."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.state.global_step == 1 and RANK == WORLD - 1:
+            inputs["advantages"] = 3e38 * inputs["advantages"].sign()
+        return inputs
+
+
+class OverflowingShards(Overflowing, Sharded):
+    """The same under FSDP2."""
+
+
 def deepspeed_config(stage):
     return {
         "zero_optimization": {"stage": stage},
@@ -67,7 +83,7 @@ def deepspeed_config(stage):
     }
 
 
-def train(output, rule, weights, stage=None):
+def trainer(output, rule, weights, stage=None, kind=ByHand):
     args = ISOPOConfig(
         f"{output}.trainer",
         rule=rule,
@@ -88,11 +104,35 @@ def train(output, rule, weights, stage=None):
         save_strategy="no",
         deepspeed=None if stage is None else deepspeed_config(stage),
     )
-    trainer = ByHand(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    wrapped = type(trainer.model_wrapped).__name__
-    return trainer.model, trainer.isopo, {"logs": logs, "wrapped": wrapped}
+    return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
+
+
+def train(output, rule, weights, stage=None):
+    run = trainer(output, rule, weights, stage)
+    run.train()
+    logs = [log for log in run.state.log_history if "loss" in log]
+    return run.model, run.isopo, {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
+
+
+class Keep(TrainerCallback):
+    """Keeps the weights as they are after the first step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            self.weights = full_weights(model)
+
+
+def overflow(output, rule, weights, under):
+    """What the trainer says of the gradient, and the weights before and after."""
+    kind = OverflowingShards if under == "fsdp" else Overflowing
+    run, kept = trainer(output, rule, weights, int(under) if under.isdigit() else None, kind), Keep()
+    run.add_callback(kept)
+    try:
+        run.train()
+        said = None
+    except FloatingPointError as error:
+        said = str(error)
+    return {"said": said, "step": run.state.global_step, "before": kept.weights, "weights": full_weights(run.model)}
 
 
 def loop(output, rule, weights, shard):
@@ -131,6 +171,8 @@ def loop(output, rule, weights, shard):
 
 
 def run(output, mode, rule, weights):
+    if mode.startswith("overflow"):
+        return overflow(output, rule, weights, mode.removeprefix("overflow"))
     if mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])
         model, isopo, result = train(output, rule, weights, stage)

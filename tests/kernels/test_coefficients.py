@@ -50,19 +50,22 @@ def rules():
     powers = {"fisher_power": 0.5, "norm_power": -1.25, "relative_power": -0.5}
     for scale in ("relative", "paper"):
         for name in rule_names():
-            yield make_rule(name, scale=scale)
+            yield make_rule(name, scale=scale, regularization=None if name == "interacting" else 0)
             if name != "none":
                 yield make_rule(name, scale=scale, regularization=0.3)
             if name not in ("none", "interacting"):
                 yield make_rule(name, scale=scale, regularization=0.3, keep_small=True)
-        yield make_rule("none", scale=scale, **powers)
+        yield make_rule("none", scale=scale, regularization=0, **powers)
         yield make_rule("none", scale=scale, regularization=2.0, **powers)
+    # The least and the most that there may be
+    for name, limits in {"fisher": (1e-12, 1e6), "interacting": (1e-4, 1e6)}.items():
+        yield from (make_rule(name, regularization=limit) for limit in limits)
 
 
 ALL_RULES = list(rules())
 A_FEW_RULES = [
     FISHER,
-    make_rule("fisher", scale="paper"),
+    make_rule("fisher", scale="paper", regularization=0),
     make_rule("npg", regularization=0.3, keep_small=True),
     FIG4,
     make_rule("fig4", scale="paper", regularization=0.3),

@@ -25,7 +25,7 @@ def test_coefficients_are_the_formula(rule, regularization, scale, history):
 
 
 @pytest.mark.parametrize("history", [None, HISTORY], ids=["first step", "history"])
-@pytest.mark.parametrize("regularization", [None, 1e-3, 50.0])
+@pytest.mark.parametrize("regularization", [None, 1e-4, 50.0, 1e6])
 def test_interacting_solves_the_kernel_system(regularization, history):
     V, G = example()
     K = V @ V.T
@@ -73,6 +73,10 @@ def test_it_is_regularised_unless_told_otherwise():
     ("settings", "named"),
     [
         ({"rule": "interacting", "regularization": 0.0}, "regularization=0"),
+        ({"rule": "interacting", "regularization": 1e-30}, "at least 0.0001"),
+        ({"rule": "interacting", "regularization": 1e-10, "scale": "paper"}, "regularization=1e-10"),
+        ({"rule": "interacting", "regularization": 1e30}, "regularization=1e+30"),
+        ({"rule": "interacting", "regularization": math.nan}, "regularization=nan"),
         ({"rule": "interacting", "regularization": -0.1}, "regularization=-0.1"),
         ({"rule": "interacting", "regularization": math.inf}, "regularization=inf"),
         ({"rule": "interacting", "fisher_power": -1.0}, "fisher_power"),

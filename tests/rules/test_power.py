@@ -9,13 +9,14 @@ import torch
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.rules import PowerRule, make_rule
 from isopo_trl.rules.rule import KernelForm
+from isopo_trl.rules.running import RunningStatistics
 from tests import oracle
 from tests.rules.gradients import ADVANTAGES, HISTORY, POWERS, computed, example, rule_of
 
 
 @pytest.mark.parametrize("history", [None, HISTORY], ids=["first step", "history"])
 @pytest.mark.parametrize("scale", ["relative", "paper"])
-@pytest.mark.parametrize("regularization", [None, 0.3, 10.0])
+@pytest.mark.parametrize("regularization", [None, 0.0, 0.3, 10.0])
 @pytest.mark.parametrize("rule", [*oracle.EXPONENTS, (0.5, -1.0, -0.5), (0.0, 1.0, 0.0), (-2.0, 0.0, 1.0)], ids=str)
 def test_coefficients_are_the_formula(rule, regularization, scale, history):
     if rule == "none":
@@ -43,11 +44,11 @@ def test_fisher_by_hand():
     overlap = torch.tensor([[2.0, 6.0], [2.0, -6.0]])
     given = Statistics(overlap=overlap, sample_norm=torch.tensor([1.5, 0.5]))
     advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    relative = make_rule("fisher").coefficients(given, advantages, None)
+    relative = make_rule("fisher", regularization=0).coefficients(given, advantages, None)
     assert relative.c.tolist() == pytest.approx([2.0, -4 / 6])
     assert relative.fisher.tolist() == pytest.approx([2.0, 6.0])
     assert relative.raw.tolist() == pytest.approx([1 / 2, 1 / 6])
-    paper = make_rule("fisher", scale="paper").coefficients(given, advantages, None)
+    paper = make_rule("fisher", regularization=0, scale="paper").coefficients(given, advantages, None)
     assert paper.c.tolist() == pytest.approx([1 / 2, -1 / 6])
     # lambda = 1: reg2(F) = sqrt(F^2 + E[F^2]) with E[F^2] = 20
     reg = make_rule("fisher", regularization=1, scale="paper").coefficients(given, advantages, None)
@@ -57,7 +58,7 @@ def test_fisher_by_hand():
 @pytest.mark.parametrize("rule", oracle.EXPONENTS)
 def test_what_is_recorded_is_what_the_rule_used(rule):
     V, G = example()
-    result = computed(V, G, ADVANTAGES, make_rule(rule, scale="paper"))
+    result = computed(V, G, ADVANTAGES, make_rule(rule, regularization=0, scale="paper"))
     needs = make_rule(rule).needs
     F = [(sum((g @ v) ** 2 for g in G) / sum(g @ g for g in G)).sqrt().item() for v in V]
     N = [v.norm().item() for v in V]
@@ -79,13 +80,81 @@ def test_none_leaves_the_advantages_alone(scale):
     )
 
 
+# Lambda bounds the multiplier
+
+
+def heavy_tailed(m, generator):
+    """Norms of m sequences, over many decades, some of them with one that is far from the others."""
+    draw = torch.rand(m + 3, generator=generator, dtype=torch.float64)
+    x = 10 ** (6 * (draw[3] - 0.5) + 8 * draw[0] * (draw[3:] - 0.5))
+    if draw[1] < 0.5:
+        x[0] *= 1e-9 if draw[2] < 0.5 else 1e6
+    return x
+
+
+@pytest.mark.parametrize("rule", [*POWERS, (-0.5, -1.0, 0.0), (-3.0, 0.0, -1.0)], ids=str)
+def test_no_multiplier_exceeds_the_bound_that_lambda_gives(rule):
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for trial in range(60):
+        m, lam = 1 + trial % 16, 10.0 ** (trial % 5 - 3)
+        made = rule_of(rule, regularization=lam)
+        running = RunningStatistics(1, [0.0, 0.5, 0.9][trial % 3], made, torch.device("cpu"))
+        past = {name: [] for name, e in zip(("fisher", "norm", "relative"), made.exponents, strict=True) if e}
+        for _ in range(6):
+            F, N = heavy_tailed(m, generator), heavy_tailed(m, generator)
+            given = Statistics(overlap=F.unsqueeze(0), sample_norm=torch.ones(1), norm=N.square())
+            ledger, history = running.open(torch.ones(m)), running.expectations(0)
+            result = made.coefficients(given, ledger.advantages, history)
+            bound, highest = 1.0, 1.0
+            for (name, values), e in zip(past.items(), [e for e in made.exponents if e], strict=True):
+                x = {"fisher": F, "norm": N, "relative": F / N}[name]
+                place = ("fisher", "norm", "relative").index(name)
+                mean = x.square().mean() if history is None else history.mean_square[place]
+                # The longest norm, and the highest mean square, that the scale is made of
+                own = [(x.square().max().item(), mean.item())] if history is None else values
+                long, high = max(long for long, _ in own) / mean, max(high for _, high in own) / mean
+                bound *= ((long + lam * high) / lam) ** (-e / 2)
+                highest *= (lam * mean) ** (e / 2)
+                values.append((x.square().max().item(), mean.item()))
+            if history is None:
+                assert bound <= (1 + m / lam) ** (-sum(made.exponents) / 2) * (1 + 1e-9)
+            assert (result.raw <= highest * (1 + 1e-9)).all()
+            assert (result.c <= bound * (1 + 1e-9)).all()
+            largest = max(largest, (result.c.max() / bound).item())
+            ledger.record(0, result)
+            running.add(ledger, [True])
+            running.step()
+    assert largest > 0.5  # it is no idle bound
+
+
+@pytest.mark.parametrize("rule", POWERS)
+def test_the_bound_of_the_first_microbatch_is_reached(rule):
+    # One sequence has all the length there is, another next to none
+    m, made = 8, make_rule(rule)
+    F = torch.full((m,), 1e-12, dtype=torch.float64)
+    F[0] = 1
+    N = F if not made.needs.overlap else torch.ones(m, dtype=torch.float64)
+    given = Statistics(overlap=F.unsqueeze(0), sample_norm=torch.ones(1), norm=N.square())
+    c = made.coefficients(given, torch.ones(m, dtype=torch.float64), None).c
+    power = {"fisher": 1, "npg": 2, "fig4": 2, "euclidean": 1}[rule]  # all N are the same for fig4
+    assert c.max().item() == pytest.approx((1 + m / 0.1) ** (power / 2), rel=1e-6)
+
+
 # Settings
 
 
 def test_the_rules_are_the_table():
     assert {rule: make_rule(rule).exponents for rule in oracle.EXPONENTS} == oracle.EXPONENTS
-    assert all(make_rule(rule).regularization == 0 for rule in oracle.EXPONENTS)
     assert make_rule("fisher", fisher_power=0.0, norm_power=-2).exponents == (0, -2, 0)
+
+
+def test_lambda_is_a_tenth_wherever_there_is_something_to_regularise():
+    assert all(make_rule(rule).regularization == 0.1 for rule in POWERS)
+    assert make_rule("none").regularization == make_rule("fisher", fisher_power=0.0).regularization == 0
+    assert make_rule("none", norm_power=-0.5).regularization == PowerRule(fisher_power=-2.0).regularization == 0.1
+    assert make_rule("fisher", keep_small=True).regularization == 0.1
+    assert all(make_rule(rule, regularization=0).regularization == 0 for rule in oracle.EXPONENTS)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +167,9 @@ def test_the_rules_are_the_table():
         ({"regularization": math.nan}, "regularization=nan"),
         ({"regularization": math.inf}, "regularization=inf"),
         ({"rule": "none", "regularization": 0.5}, "regularization=0.5"),
-        ({"keep_small": True}, "keep_small=True"),
+        ({"regularization": 1e-30}, "at least 1e-12"),
+        ({"regularization": 1e-45}, "set it to 0"),
+        ({"regularization": 1e30}, "rule='none'"),
         ({"keep_small": True, "regularization": 0.0}, "keep_small=True"),
         ({"rule": "none", "keep_small": True, "regularization": 1.0}, "keep_small=True"),
         ({"keep_small": True, "regularization": 1.0, "fisher_power": 0.0}, "keep_small=True"),
