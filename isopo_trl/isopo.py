@@ -16,6 +16,7 @@ from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
 from .rules.running import RunningStatistics
+from .settings import checked
 
 
 class ISOPO:
@@ -69,10 +70,8 @@ class ISOPO:
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
-        check_settings(regularization_decay, fisher_samples)
-        self.regularization_decay = regularization_decay
-        self.fisher_samples = fisher_samples
-        self.seed = seed
+        self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
+        self.seed = checked("seed", seed, int)
         self._current = CurrentMicrobatch()
         self._draws = 0
         self._last: tuple[Ledger, list[int]] | None = None
@@ -366,12 +365,15 @@ class ISOPO:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def check_settings(regularization_decay: float, fisher_samples: int) -> None:
-    """Raise if a setting that is not part of the rule is out of range."""
+def check_settings(regularization_decay: float, fisher_samples: int) -> tuple[float, int]:
+    """The settings that are not part of the rule; raises if one of them is of another type or out of range."""
+    regularization_decay = checked("regularization_decay", regularization_decay, float)
+    fisher_samples = checked("fisher_samples", fisher_samples, int)
     if not 0 <= regularization_decay < 1:
         raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
-    if not isinstance(fisher_samples, int) or fisher_samples < 1:
+    if fisher_samples < 1:
         raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
+    return regularization_decay, fisher_samples
 
 
 def _world() -> tuple[int, int]:
