@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import model_card, trl_seam
+from . import model_card, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
@@ -64,6 +64,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     args: ISOPOConfig
     model: Any
+    reward_func_names: list[str]
     reward_funcs: list[Any]
     reward_processing_classes: list[Any]
 
@@ -107,8 +108,14 @@ class ISOPOTrainer(GRPOTrainer):
                 "`rollout_func` returns, or transformers' generation for token_weights: set use_vllm=True or "
                 "token_weights, or leave the threshold unset."
             )
+        reward_functions.verify_callable(reward_funcs)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if not self.reward_weights.any() and not args.kl_in_reward:
+            raise ValueError(
+                f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
+                "give at least one of them a weight other than 0."
+            )
         if self.aux_loss_enabled:
             raise ValueError(
                 f"{type(self.model).__name__} adds a load-balancing loss by default (router_aux_loss_coef="
@@ -271,14 +278,12 @@ class ISOPOTrainer(GRPOTrainer):
         return batch
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        infinite = torch.isinf(rewards).sum(0).tolist()
-        for name, count in zip(self.reward_func_names, infinite, strict=True):
-            if count:
-                raise ValueError(
-                    f"The reward function {name!r} returned an infinite reward for {count} completions: return a "
-                    "finite number, or None to leave a completion out."
-                )
+        functions = map(reward_functions.checked, self.reward_funcs, self.reward_func_names)
+        with trl_seam.borrowed(self, reward_funcs=list(functions)):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        aggregation = self.args.multi_objective_aggregation
+        normalised = self.args.scale_rewards != "none" or aggregation == "normalize_then_sum"
+        reward_functions.verify_size(rewards, self.reward_weights, self.reward_func_names, normalised)
         if self.kl_reward is not None:
             self.kl_reward.leave_out_unscored(rewards)
         return rewards
