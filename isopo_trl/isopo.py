@@ -2,6 +2,7 @@
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from .microbatch import CurrentMicrobatch, Microbatch
 from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
-from .rules.running import RunningStatistics
+from .rules.running import EXPECTATIONS, RunningStatistics
 from .settings import checked
 
 
@@ -305,12 +306,18 @@ class ISOPO:
         return {
             "layers": [name for layer in self.layers for name in parameter_names(layer)],
             "rule": self.rule.settings,
+            "regularization_decay": self.regularization_decay,
+            "fisher_samples": self.fisher_samples,
             "draws": self._draws,
             "running": running,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what [`state_dict`] returned; refuses the state of another model or rule."""
+        """
+        Restore what [`state_dict`] returned; refuses the state of another model or rule, and warns of another decay or
+        number of samples, with which the running means go on.
+        """
+        _verify_form(state)
         own = self.state_dict()
         if state["layers"] != own["layers"]:
             difference = sorted(set(state["layers"]) ^ set(own["layers"]))[:6]
@@ -324,6 +331,14 @@ class ISOPO:
                 f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
                 f"{_listed(own['rule'])}: resume with the saved settings, or start a new run from the saved weights."
             )
+        running = state["running"]
+        if running is not None:
+            _verify_running(running, len(self.layers))
+        used = {"regularization_decay": any(self.rule.needs), "fisher_samples": self.rule.needs.overlap}
+        changed = [name for name in used if used[name] and state.get(name, own[name]) != own[name]]
+        if changed:
+            changes = ", ".join(f"{name}={state[name]!r} to {own[name]!r}" for name in changed)
+            warnings.warn(f"The saved ISOPO statistics go on with other settings: {changes}.", stacklevel=2)
         self._draws = state["draws"]
         if self._running is not None and state["running"] is not None:
             self._running.load_state_dict(state["running"])
@@ -382,13 +397,48 @@ def _world() -> tuple[int, int]:
     return 1, 0
 
 
+def _verify_form(state: Any) -> None:
+    """Raise unless this looks like what [`ISOPO.state_dict`] returns."""
+    if not isinstance(state, dict):
+        raise ValueError(f"This is not a state of ISOPO, but a {type(state).__name__}: {_SOURCE}.")
+    kinds: dict[str, Any] = {"layers": list, "rule": (dict, str), "draws": int, "running": (dict, type(None))}
+    missing = [name for name in kinds if name not in state]
+    if missing:
+        raise ValueError(f"This is not a state of ISOPO, or not all of it: it has no {', '.join(missing)}: {_SOURCE}.")
+    wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
+    if wrong:
+        listed = ", ".join(f"{name} is of type {type(state[name]).__name__}" for name in wrong)
+        raise ValueError(f"This is not a state of ISOPO, since {listed}: {_SOURCE}.")
+
+
+def _verify_running(running: dict[str, Any], layers: int) -> None:
+    """Raise unless these are running means of so many layers."""
+    mean, known = running.get("mean"), running.get("known")
+    if not isinstance(mean, torch.Tensor) or not isinstance(known, list):
+        raise ValueError(f"The saved ISOPO statistics have no running means in them: {_SOURCE}.")
+    shape = [layers, len(EXPECTATIONS)]
+    if list(mean.shape) != shape or len(known) != layers:
+        raise ValueError(
+            f"The saved ISOPO statistics have the shape {list(mean.shape)} for {len(known)} layers instead of "
+            f"{shape}: {_SOURCE}."
+        )
+    if not (mean.is_floating_point() and torch.isfinite(mean).all()):
+        raise ValueError(f"The saved ISOPO statistics are not finite numbers: {_SOURCE}.")
+
+
+_SOURCE = "load what `state_dict` of this version returned, or start a new run from the saved weights"
+
+
 def _saved_settings(rule: Any) -> Any:
     """The name and settings of a rule out of a saved state."""
     if not isinstance(rule, str):
         return rule
     # Version 0.1 wrote `Rule(name='fisher', fisher_power=None, ...)`, with None for what is the rule's own
-    settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
-    return make_rule(settings.pop("name"), **settings).settings
+    try:
+        settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
+        return make_rule(settings.pop("name"), **settings).settings
+    except (KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(f"The saved ISOPO statistics belong to an unknown rule {rule!r}: {_SOURCE}.") from error
 
 
 def _listed(settings: dict[str, Any]) -> str:
