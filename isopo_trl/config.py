@@ -287,7 +287,7 @@ class ISOPOConfig(GRPOConfig):
                 "raise `temperature` or lower `top_entropy_quantile` to keep exploring.",
             ),
             (
-                not 0 <= self.top_entropy_quantile <= 1,
+                not self.top_entropy_quantile >= 0,
                 f"top_entropy_quantile={self.top_entropy_quantile} is the fraction of tokens that is trained on: give "
                 "a number from 0 to 1.",
             ),

@@ -165,7 +165,7 @@ REFUSED = [
     ({"reward_weights": "1"}, ["reward_weights='1'", "list"]),
     ({"reward_weights": [None]}, ["reward_weights=[None]", "list"]),
     ({"top_entropy_quantile": float("nan")}, ["top_entropy_quantile=nan", "0 to 1"]),
-    ({"top_entropy_quantile": 1.5}, ["top_entropy_quantile=1.5", "0 to 1"]),
+    ({"top_entropy_quantile": -0.5}, ["top_entropy_quantile=-0.5", "0 to 1"]),
     ({"token_weights": "p3o", "off_policy_mask_threshold": float("nan")}, ["off_policy_mask_threshold=nan"]),
     # Bounds of importance weights
     *(
