@@ -325,7 +325,12 @@ class ISOPO:
                 "The saved ISOPO statistics belong to other trained parameters (they differ in "
                 f"{', '.join(difference) or 'order'}): resume with the same model and the same trained parameters."
             )
-        saved = _saved_settings(state["rule"])
+        try:
+            saved = _saved_settings(state["rule"])
+        except (KeyError, SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The saved ISOPO statistics belong to an unknown rule {state['rule']!r}: {_SOURCE}."
+            ) from error
         if saved != own["rule"]:
             raise ValueError(
                 f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
@@ -434,11 +439,8 @@ def _saved_settings(rule: Any) -> Any:
     if not isinstance(rule, str):
         return rule
     # Version 0.1 wrote `Rule(name='fisher', fisher_power=None, ...)`, with None for what is the rule's own
-    try:
-        settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
-        return make_rule(settings.pop("name"), **settings).settings
-    except (KeyError, SyntaxError, TypeError, ValueError) as error:
-        raise ValueError(f"The saved ISOPO statistics belong to an unknown rule {rule!r}: {_SOURCE}.") from error
+    settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
+    return make_rule(settings.pop("name"), **settings).settings
 
 
 def _listed(settings: dict[str, Any]) -> str:
