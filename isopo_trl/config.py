@@ -1,5 +1,6 @@
 """Configuration of the [`ISOPOTrainer`]."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +9,25 @@ from trl import GRPOConfig
 from .isopo import check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
+from .settings import check_fields, checked, shown
 from .token_weights import WEIGHTINGS, named, refusals
 
 
+# Numbers of GRPO's that are read here or by a weighting
+_OF_GRPO = (
+    "beta",
+    "delta",
+    "entropy_coef",
+    "epsilon_high",
+    "off_policy_mask_threshold",
+    "router_aux_loss_coef",
+    "top_entropy_quantile",
+    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)
+# TRL holds the weights of rewards in float32
+_LARGEST = 3.4e38
 # Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
@@ -185,6 +202,7 @@ class ISOPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
+        self._check_types()
         weighting = WEIGHTINGS.get(self.token_weights or "none")  # one that is unknown is refused below
         for name, value in weighting.defaults.items() if weighting is not None else ():
             if getattr(self, name) is None:
@@ -200,6 +218,21 @@ class ISOPOConfig(GRPOConfig):
         for unsupported, message in (*refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)
+
+    def _check_types(self) -> None:
+        own = [name for name in type(self).__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
+        check_fields(self, [*own, "epsilon", *_OF_GRPO])
+        given: Any = self.reward_weights
+        if given is not None:
+            try:
+                weights = [checked("reward_weights", weight, float) for weight in given]
+            except (TypeError, ValueError):
+                weights = [math.nan]
+            if not all(abs(weight) < _LARGEST for weight in weights):
+                raise ValueError(
+                    f"reward_weights={shown(given)} must be a list of finite numbers, one per reward function."
+                )
+            self.reward_weights = weights
 
     def _rule(self) -> Rule:
         """The rule these settings describe; raises where they contradict each other."""
@@ -232,6 +265,10 @@ class ISOPOConfig(GRPOConfig):
                 "(each sequence's step is bounded by `rule`; token_weights='kpo' clips filtered ratios).",
             ),
             (
+                not 0 <= self.beta < _LARGEST,
+                f"beta={self.beta} is the weight of the KL divergence: give a number that is finite and not negative.",
+            ),
+            (
                 self.beta != 0.0 and not self.kl_in_reward,
                 f"beta={self.beta} adds a KL term to the loss, which carries no advantage and cannot be part of "
                 "ISOPO's single pass: set kl_in_reward=True to subtract the KL from the reward instead.",
@@ -250,6 +287,16 @@ class ISOPOConfig(GRPOConfig):
                 "An entropy bonus (`entropy_coef`, `use_adaptive_entropy`) is a loss term without an advantage and "
                 "cannot be part of ISOPO's single pass: set entropy_coef=0.0 and use_adaptive_entropy=False, and "
                 "raise `temperature` or lower `top_entropy_quantile` to keep exploring.",
+            ),
+            (
+                not self.top_entropy_quantile >= 0,
+                f"top_entropy_quantile={self.top_entropy_quantile} is the fraction of tokens that is trained on: give "
+                "a number from 0 to 1.",
+            ),
+            (
+                self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold),
+                "off_policy_mask_threshold=nan would drop every sequence with a negative advantage: give a number, or "
+                "leave the threshold unset.",
             ),
             (
                 bool(self.router_aux_loss_coef),

@@ -3,6 +3,7 @@
 import ast
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,8 @@ from .microbatch import CurrentMicrobatch, Microbatch
 from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
-from .rules.running import RunningStatistics
+from .rules.running import EXPECTATIONS, RunningStatistics
+from .settings import checked
 
 
 logger = logging.getLogger(__name__)
@@ -77,10 +79,8 @@ class ISOPO:
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
-        check_settings(regularization_decay, fisher_samples)
-        self.regularization_decay = regularization_decay
-        self.fisher_samples = fisher_samples
-        self.seed = seed
+        self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
+        self.seed = checked("seed", seed, int)
         self._current = CurrentMicrobatch()
         self._draws = 0
         self._last: tuple[Ledger, list[int]] | None = None
@@ -345,12 +345,18 @@ class ISOPO:
         return {
             "layers": [name for layer in self.layers for name in parameter_names(layer)],
             "rule": self.rule.settings,
+            "regularization_decay": self.regularization_decay,
+            "fisher_samples": self.fisher_samples,
             "draws": self._draws,
             "running": running,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what [`state_dict`] returned; refuses the state of another model or rule."""
+        """
+        Restore what [`state_dict`] returned; refuses the state of another model or rule, and warns of another decay or
+        number of samples, with which the running means go on.
+        """
+        _verify_form(state)
         own = self.state_dict()
         if state["layers"] != own["layers"]:
             difference = sorted(set(state["layers"]) ^ set(own["layers"]))[:6]
@@ -358,13 +364,26 @@ class ISOPO:
                 "The saved ISOPO statistics belong to other trained parameters (they differ in "
                 f"{', '.join(difference) or 'order'}): resume with the same model and the same trained parameters."
             )
-        saved = _saved_settings(state["rule"])
+        try:
+            saved = _saved_settings(state["rule"])
+        except (KeyError, SyntaxError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The saved ISOPO statistics belong to an unknown rule {state['rule']!r}: {_SOURCE}."
+            ) from error
         if saved != own["rule"]:
             raise ValueError(
                 f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
                 f"{_listed(own['rule'])}: resume with the saved settings, or start a new run from the saved weights."
                 + _on_default_regularization(saved, own["rule"])
             )
+        running = state["running"]
+        if running is not None:
+            _verify_running(running, len(self.layers))
+        used = {"regularization_decay": any(self.rule.needs), "fisher_samples": self.rule.needs.overlap}
+        changed = [name for name in used if used[name] and state.get(name, own[name]) != own[name]]
+        if changed:
+            changes = ", ".join(f"{name}={state[name]!r} to {own[name]!r}" for name in changed)
+            warnings.warn(f"The saved ISOPO statistics go on with other settings: {changes}.", stacklevel=2)
         self._draws = state["draws"]
         if self._running is not None and state["running"] is not None:
             self._running.load_state_dict(state["running"])
@@ -406,18 +425,53 @@ class ISOPO:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def check_settings(regularization_decay: float, fisher_samples: int) -> None:
-    """Raise if a setting that is not part of the rule is out of range."""
+def check_settings(regularization_decay: float, fisher_samples: int) -> tuple[float, int]:
+    """The settings that are not part of the rule; raises if one of them is of another type or out of range."""
+    regularization_decay = checked("regularization_decay", regularization_decay, float)
+    fisher_samples = checked("fisher_samples", fisher_samples, int)
     if not 0 <= regularization_decay < 1:
         raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
-    if not isinstance(fisher_samples, int) or fisher_samples < 1:
+    if fisher_samples < 1:
         raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
+    return regularization_decay, fisher_samples
 
 
 def _world() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size(), torch.distributed.get_rank()
     return 1, 0
+
+
+def _verify_form(state: Any) -> None:
+    """Raise unless this looks like what [`ISOPO.state_dict`] returns."""
+    if not isinstance(state, dict):
+        raise ValueError(f"This is not a state of ISOPO, but a {type(state).__name__}: {_SOURCE}.")
+    kinds: dict[str, Any] = {"layers": list, "rule": (dict, str), "draws": int, "running": (dict, type(None))}
+    missing = [name for name in kinds if name not in state]
+    if missing:
+        raise ValueError(f"This is not a state of ISOPO, or not all of it: it has no {', '.join(missing)}: {_SOURCE}.")
+    wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
+    if wrong:
+        listed = ", ".join(f"{name} is of type {type(state[name]).__name__}" for name in wrong)
+        raise ValueError(f"This is not a state of ISOPO, since {listed}: {_SOURCE}.")
+
+
+def _verify_running(running: dict[str, Any], layers: int) -> None:
+    """Raise unless these are running means of so many layers."""
+    mean, known = running.get("mean"), running.get("known")
+    if not isinstance(mean, torch.Tensor) or not isinstance(known, list):
+        raise ValueError(f"The saved ISOPO statistics have no running means in them: {_SOURCE}.")
+    shape = [layers, len(EXPECTATIONS)]
+    if list(mean.shape) != shape or len(known) != layers:
+        raise ValueError(
+            f"The saved ISOPO statistics have the shape {list(mean.shape)} for {len(known)} layers instead of "
+            f"{shape}: {_SOURCE}."
+        )
+    if not (mean.is_floating_point() and torch.isfinite(mean).all()):
+        raise ValueError(f"The saved ISOPO statistics are not finite numbers: {_SOURCE}.")
+
+
+_SOURCE = "load what `state_dict` of this version returned, or start a new run from the saved weights"
 
 
 def _saved_settings(rule: Any) -> Any:

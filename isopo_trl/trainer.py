@@ -5,6 +5,7 @@ import math
 import os
 import textwrap
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import model_card, trl_seam
+from . import checkpoints, model_card, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
@@ -25,7 +26,6 @@ from .token_weights import Unscaled, Weighted, Weighting, named
 
 logger = get_logger(__name__)
 
-STATE_FILE = "isopo_state.pt"
 # The constructor takes what GRPOTrainer's takes
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
@@ -65,6 +65,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     args: ISOPOConfig
     model: Any
+    reward_func_names: list[str]
     reward_funcs: list[Any]
     reward_processing_classes: list[Any]
 
@@ -108,8 +109,14 @@ class ISOPOTrainer(GRPOTrainer):
                 "`rollout_func` returns, or transformers' generation for token_weights: set use_vllm=True or "
                 "token_weights, or leave the threshold unset."
             )
+        reward_functions.verify_callable(reward_funcs)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if not self.reward_weights.any() and not args.kl_in_reward:
+            raise ValueError(
+                f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
+                "give at least one of them a weight other than 0."
+            )
         if self.aux_loss_enabled:
             raise ValueError(
                 f"{type(self.model).__name__} adds a load-balancing loss by default (router_aux_loss_coef="
@@ -146,9 +153,12 @@ class ISOPOTrainer(GRPOTrainer):
 
     # One optimizer step
 
-    def train(self, *args, **kwargs):
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.weighting.reset()
-        return super().train(*args, **kwargs)
+        checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            self._load_state(checkpoint)
+        return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         try:
@@ -288,14 +298,12 @@ class ISOPOTrainer(GRPOTrainer):
         return batch
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        infinite = torch.isinf(rewards).sum(0).tolist()
-        for name, count in zip(self.reward_func_names, infinite, strict=True):
-            if count:
-                raise ValueError(
-                    f"The reward function {name!r} returned an infinite reward for {count} completions: return a "
-                    "finite number, or None to leave a completion out."
-                )
+        functions = map(reward_functions.checked, self.reward_funcs, self.reward_func_names)
+        with trl_seam.borrowed(self, reward_funcs=list(functions)):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        aggregation = self.args.multi_objective_aggregation
+        normalised = self.args.scale_rewards != "none" or aggregation == "normalize_then_sum"
+        reward_functions.verify_size(rewards, self.reward_weights, self.reward_func_names, normalised)
         if self.kl_reward is not None:
             self.kl_reward.leave_out_unscored(rewards)
         return rewards
@@ -318,20 +326,39 @@ class ISOPOTrainer(GRPOTrainer):
             folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             folder = os.path.join(self._get_output_dir(trial=trial), folder)
             os.makedirs(folder, exist_ok=True)
-            torch.save(self.isopo.state_dict(), os.path.join(folder, STATE_FILE))
+            state = {
+                **self.isopo.state_dict(),
+                "weighting": self.weighting.chosen(),
+                "save_only_model": bool(self.args.save_only_model),
+            }
+            torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
         super()._save_checkpoint(model, trial)
 
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        path = os.path.join(checkpoint, STATE_FILE)
-        if not os.path.exists(path):
-            raise FileNotFoundError(
-                f"{checkpoint} has no {STATE_FILE}, so ISOPOTrainer did not save it, or not completely: to go on from "
-                "its weights, load them as the model and start a new run."
+    def _load_state(self, checkpoint: Path) -> None:
+        """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""
+        state = checkpoints.read(checkpoint)
+        path, own = checkpoint / checkpoints.STATE_FILE, self.weighting.chosen()
+        saved = state.get("weighting", own)  # early checkpoints do not have it
+        changed = [name for name in own if name in saved and saved[name] != own[name]]
+        changes = ", ".join(f"{name}={saved[name]!r} to {own[name]!r}" for name in changed)
+        kept = {"token_weights", *self.weighting.kept_on_resume}
+        if any(self.isopo.rule.needs) and kept.intersection(changed):
+            raise ValueError(
+                f"{path}: The saved ISOPO statistics are of gradients under other token weights ({changes}): resume "
+                "with the saved settings, or start a new run from the saved weights."
             )
-        self.isopo.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        try:
+            self.isopo.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        if changes:
+            logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
+        missing = checkpoints.missing(checkpoint)
+        if missing:
+            logger.warning(
+                f"{checkpoint} has no {', '.join(missing)} (save_only_model=True leaves them out): what they hold "
+                "starts anew, and the run goes on differently from one that was not interrupted."
+            )
 
 
 def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:

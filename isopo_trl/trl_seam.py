@@ -107,6 +107,7 @@ def _lookup(path: str) -> Any:
 
 
 get_config_model_id = require("trl.trainer.utils.get_config_model_id", "config")
+is_async_callable = require("trl.trainer.utils.is_async_callable", "func")
 disable_gradient_checkpointing = require(
     "trl.models.utils.disable_gradient_checkpointing", "model", "gradient_checkpointing_kwargs"
 )
@@ -395,6 +396,7 @@ def is_reference(trainer: Any, model: Any) -> bool:
 
 
 pad = require("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
+get_callable_name = require("trl.trainer.utils.get_callable_name", "func")
 is_conversational = require("trl.data_utils.is_conversational", "example")
 require("trl.GRPOTrainer._tokenize_prompts", "prompts")
 require("trl.GRPOTrainer.__init__", mentions=("_is_vlm", "_tokenizer", "generation_config", "generation_kwargs"))

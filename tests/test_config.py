@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -136,6 +137,68 @@ REFUSED = [
         {"token_weights": "sampler", "vllm_importance_sampling_correction": False},
         ["token_weights='sampler'", "vllm_importance_sampling_correction=False", "remove"],
     ),
+    # Of another type
+    ({"norm_power": "1"}, ["norm_power='1'", "str", "a number or None"]),
+    ({"fisher_power": True}, ["fisher_power=True", "bool", "a number or None"]),
+    ({"relative_power": [1.0]}, ["relative_power=[1.0]", "list", "a number or None"]),
+    ({"regularization": torch.tensor(0.1)}, ["regularization=tensor(0.1000)", "Tensor", "a number or None"]),
+    ({"regularization": 10**400}, ["regularization=1000", "too large"]),
+    ({"regularization_decay": None}, ["regularization_decay=None", "NoneType", "a number"]),
+    ({"regularization_decay": float("nan")}, ["regularization_decay=nan", "[0, 1)"]),
+    ({"fisher_samples": True}, ["fisher_samples=True", "bool", "a whole number"]),
+    ({"fisher_samples": "64"}, ["fisher_samples='64'", "str", "a whole number"]),
+    ({"fisher_samples": None}, ["fisher_samples=None", "a whole number"]),
+    ({"rule": None}, ["rule=None", "a text"]),
+    ({"rule": ["fisher"]}, ["rule=['fisher']", "list", "a text"]),
+    ({"scale": 1}, ["scale=1", "int", "a text"]),
+    ({"keep_small": "yes", "regularization": 1.0}, ["keep_small='yes'", "True or False"]),
+    ({"token_weights": ["p3o"]}, ["token_weights=['p3o']", "a text or None"]),
+    ({"token_weights": "kpo", "kpo_gain": "0.1"}, ["kpo_gain='0.1'", "a number or None"]),
+    ({"token_weights": "kpo", "kpo_process_noise": None}, ["kpo_process_noise=None", "a number"]),
+    ({"token_weights": "kpo", "kpo_stop_gradient": 1}, ["kpo_stop_gradient=1", "True or False"]),
+    ({"token_weights": "kpo", "epsilon": "0.1"}, ["epsilon='0.1'", "a number or None"]),
+    ({"kl_in_reward": "true", "beta": 0.1}, ["kl_in_reward='true'", "True or False"]),
+    ({"kl_in_reward": True, "beta": "0.1"}, ["beta='0.1'", "a number"]),
+    # Numbers that leave no reward, turn it round, or drop it
+    ({"kl_in_reward": True, "beta": float("nan")}, ["beta=nan", "finite"]),
+    ({"kl_in_reward": True, "beta": float("inf")}, ["beta=inf", "finite"]),
+    ({"kl_in_reward": True, "beta": 1e39}, ["beta=1e+39", "finite"]),
+    ({"kl_in_reward": True, "beta": -0.1}, ["beta=-0.1", "not negative"]),
+    ({"beta": float("nan")}, ["beta=nan", "finite"]),
+    ({"reward_weights": [1.0, float("nan")]}, ["reward_weights=[1.0, nan]", "finite"]),
+    ({"reward_weights": [float("-inf")]}, ["reward_weights=[-inf]", "finite"]),
+    ({"reward_weights": [1e39]}, ["reward_weights=[1e+39]", "finite"]),
+    ({"reward_weights": 1.0}, ["reward_weights=1.0", "list"]),
+    ({"reward_weights": "1"}, ["reward_weights='1'", "list"]),
+    ({"reward_weights": [None]}, ["reward_weights=[None]", "list"]),
+    ({"top_entropy_quantile": float("nan")}, ["top_entropy_quantile=nan", "0 to 1"]),
+    ({"top_entropy_quantile": -0.5}, ["top_entropy_quantile=-0.5", "0 to 1"]),
+    ({"token_weights": "p3o", "off_policy_mask_threshold": float("nan")}, ["off_policy_mask_threshold=nan"]),
+    # Bounds of importance weights
+    *(
+        ({**weights, f"vllm_importance_sampling_{name}": value}, [f"clip_{name[-3:]}={value}", expected])
+        for weights in (
+            {"token_weights": "sampler", "vllm_importance_sampling_mode": "token_truncate"},
+            {"token_weights": "sampler", "vllm_importance_sampling_mode": "sequence_mask"},
+            {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"},
+            {},
+        )
+        for name, value, expected in (
+            ("clip_max", -1.0, "above 0"),
+            ("clip_max", 0.0, "above 0"),
+            ("clip_max", float("nan"), "above 0"),
+            ("clip_min", -0.5, "at least 0"),
+            ("clip_min", float("nan"), "at least 0"),
+        )
+    ),
+    (
+        {
+            "token_weights": "sampler",
+            "vllm_importance_sampling_clip_max": None,
+            "vllm_importance_sampling_clip_min": float("inf"),
+        },
+        ["vllm_importance_sampling_clip_min=inf", "finite"],
+    ),
     ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
     ({"torch_compile": True}, ["torch_compile=True", "torch_compile=False"]),
     ({"torch_compile_backend": "eager"}, ["torch_compile=True", "torch_compile=False"]),
@@ -179,6 +242,10 @@ def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
         {"token_weights": "kpo", "kpo_process_noise": 0.0},
         {"token_weights": "kpo", "epsilon": 0.0, "epsilon_high": 0.0},
         {"token_weights": "kpo", "loss_type": "luspo"},
+        {"token_weights": "sampler", "vllm_importance_sampling_clip_max": float("inf")},
+        {"token_weights": "sampler", "vllm_importance_sampling_clip_min": 0.0},
+        {"token_weights": "sampler", "vllm_importance_sampling_clip_min": 0.5},
+        {"reward_weights": [1.0, 0.0, -0.5]},
         # A setting at its default is no setting
         {"kpo_initial_variance": 1.0, "kpo_process_noise": 1e-6, "kpo_gain": None, "kpo_stop_gradient": False},
     ],
@@ -186,6 +253,18 @@ def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
 )
 def test_setting_is_accepted(settings):
     config(**settings)
+
+
+def test_numbers_of_numpy_become_pythons_own_so_that_a_checkpoint_can_be_loaded(tmp_path):
+    given = {"regularization": np.float32(0.5), "norm_power": np.float64(-1), "fisher_samples": np.int64(7)}
+    given |= {"regularization_decay": np.float16(0.5), "keep_small": np.bool_(True)}
+    args = config(**given, reward_weights=np.array([2, 0.5]), rule="fig4")
+    assert args.reward_weights == [2.0, 0.5]
+    for name, value in given.items():
+        assert getattr(args, name) == value and type(getattr(args, name)) in (float, int, bool), name
+    isopo = ISOPO(tiny.model("qwen3"), "fig4", **given)
+    torch.save(isopo.state_dict(), tmp_path / "state.pt")
+    isopo.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
 
 
 # Token weights

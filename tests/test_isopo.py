@@ -1,11 +1,14 @@
 """ISOPO on a model: what it refuses, what it reports, and its state."""
 
+import warnings
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from isopo_trl import ISOPO
+from isopo_trl.rules.running import EXPECTATIONS
 from tests import tiny
 
 
@@ -233,6 +236,57 @@ def test_the_state_of_another_model_or_rule_is_refused(model, settings, message)
     saved = ISOPO(linear())
     with pytest.raises(ValueError, match=message):
         ISOPO(model, **settings).load_state_dict(saved.state_dict())
+
+
+def shaped(layers, columns):
+    return {"mean": torch.ones(layers, columns), "known": [True] * layers}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"running": "missing"}, "not all of it: it has no running"),
+        ({"draws": "missing", "rule": "missing"}, "it has no rule, draws"),
+        ({"draws": [1]}, "draws is of type list"),
+        ({"running": {}}, "no running means"),
+        ({"running": shaped(3, len(EXPECTATIONS))}, r"the shape \[3, \d\] for 3 layers instead of \[2, "),
+        ({"running": shaped(2, 1)}, r"the shape \[2, 1\]"),
+        ({"running": {"mean": torch.full((2, len(EXPECTATIONS)), torch.nan), "known": [True] * 2}}, "not finite"),
+        ({"rule": "nonsense"}, "unknown rule 'nonsense'"),
+        ({"rule": "Rule(name='nonsense')"}, "unknown rule"),
+    ],
+)
+def test_what_is_not_a_state_is_refused_and_changes_nothing(entries, message):
+    model = linear()
+    isopo = ISOPO(model)
+    run(isopo, model)
+    isopo.step()
+    before = isopo._running.mean.clone()
+    state = {name: value for name, value in {**isopo.state_dict(), **entries}.items() if not value == "missing"}
+    with pytest.raises(ValueError, match=message):
+        isopo.load_state_dict(state)
+    with pytest.raises(ValueError, match="but a list"):
+        isopo.load_state_dict([state])
+    assert torch.equal(isopo._running.mean, before) and isopo.state_dict()["draws"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("fisher", "regularization_decay=0.9 to 0.5, fisher_samples=64 to 8"),
+        ("euclidean", "regularization_decay=0.9 to 0.5."),
+        ("none", None),
+    ],
+)
+def test_another_decay_or_number_of_samples_is_reported_where_it_means_something(rule, expected):
+    state = ISOPO(linear(), rule).state_dict()
+    isopo = ISOPO(linear(), rule, regularization_decay=0.5, fisher_samples=8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        isopo.load_state_dict(state)
+        isopo.load_state_dict({name: state[name] for name in ("layers", "rule", "draws", "running")})  # an early one
+    assert len(caught) == (expected is not None)
+    assert all(expected in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize(

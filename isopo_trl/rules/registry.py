@@ -86,6 +86,6 @@ def make_rule(rule: str | Rule, **settings: Any) -> Rule:
 
 
 def _registered(name: str) -> partial[Rule]:
-    if name not in _REGISTERED:
+    if not isinstance(name, str) or name not in _REGISTERED:
         raise ValueError(f"rule={name!r} is unknown: choose one of {', '.join(map(repr, _REGISTERED))}.")
     return _REGISTERED[name]

@@ -13,6 +13,7 @@ import torch
 
 from ..geometry.cost import Needs
 from ..geometry.statistics import Statistics
+from ..settings import check_fields
 
 
 SCALES = ("relative", "paper")
@@ -94,6 +95,7 @@ class Rule(ABC):
     scale: str = "relative"
 
     def __post_init__(self):
+        check_fields(self)
         if self.scale not in SCALES:
             raise ValueError(f"scale={self.scale!r} is unknown: choose one of {', '.join(map(repr, SCALES))}.")
 

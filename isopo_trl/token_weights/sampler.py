@@ -1,5 +1,6 @@
 """The sampler's correction: truncated or masked importance weights, as TRL has them for vLLM."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class SamplerCorrection(Weighting):
             "token_weights='sampler' is the correction that vllm_importance_sampling_correction=False turns off: "
             "remove one of the two.",
         )
-        yield _unknown_mode(args)
+        yield from _invalid(args)
 
     @classmethod
     def refusals_beside(cls, args: "ISOPOConfig", chosen: type[Weighting]) -> Iterator[tuple[bool, str]]:
@@ -45,7 +46,7 @@ class SamplerCorrection(Weighting):
             f"{', '.join(given)} is a setting of {cls.title}, which token_weights={chosen.name!r} takes the place of: "
             "remove it, or set token_weights='sampler'.",
         )
-        yield _unknown_mode(args)
+        yield from _invalid(args)
 
     def weigh(self, tokens: Tokens) -> Weighted:
         args, logps = self.args, tokens.logps.detach()
@@ -79,11 +80,23 @@ class SamplerCorrection(Weighting):
         return {f"sampling/{name}": over_ranks[name.rpartition("/")[2]][place] for place, name in enumerate(figures)}
 
 
-def _unknown_mode(args: "ISOPOConfig") -> tuple[bool, str]:
-    return (
+def _invalid(args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+    """What is wrong with the settings whether they are in use or not."""
+    yield (
         args.vllm_importance_sampling_mode not in MODES,
         f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} is unknown: choose one of "
         f"{', '.join(map(repr, MODES))}.",
+    )
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    yield (
+        high is not None and not high > 0,
+        f"vllm_importance_sampling_clip_max={high} is the largest importance weight that a token or sequence may "
+        "have, and weights are positive: give a number above 0 (None or inf for no bound).",
+    )
+    yield (
+        low is not None and not 0 <= low < math.inf,
+        f"vllm_importance_sampling_clip_min={low} is the smallest importance weight that a token or sequence may "
+        "have: give a finite number of at least 0 (None for no bound).",
     )
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -110,6 +110,8 @@ class Weighting(ABC):
         title (`str`): what messages call it.
         credit (`str`): a sentence for the model card.
         settings (`tuple[str, ...]`): fields of the configuration that are its own: refused with another weighting.
+        kept_on_resume (`tuple[str, ...]`): those among its settings that change the size of tokens' gradients, and so
+            what a checkpoint's running means are of: it is not resumed with others.
         defaults (`dict[str, float]`): settings of GRPO that mean something under this weighting, and what they are
             where the user gave none (`epsilon`, `epsilon_high`); without an entry they are refused.
         needs_behaviour (`bool`): whether it looks at the behaviour policy's log-probabilities at all.
@@ -124,6 +126,7 @@ class Weighting(ABC):
     title: ClassVar[str] = ""
     credit: ClassVar[str] = ""
     settings: ClassVar[tuple[str, ...]] = ()
+    kept_on_resume: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[dict[str, float]] = {}
     needs_behaviour: ClassVar[bool] = True
     goes_back_twice: ClassVar[bool] = False
@@ -158,6 +161,11 @@ class Weighting(ABC):
     def warnings(self) -> list[str]:
         """What the user should know before training."""
         return []
+
+    def chosen(self) -> dict[str, Any]:
+        """Its name and settings, by which a checkpoint knows the weighting again."""
+        settings = {name: getattr(self.args, name) for name in (*self.settings, *self.defaults)}
+        return {"token_weights": self.name, **settings}
 
     # One microbatch
 

@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from .. import trl_seam
 from ..gsm8k import gsm8k_reward
+from ..reward_functions import rewards as checked_rewards
 from .completions import complete, decoding, log_probabilities
 from .curves import STATE, draw
 from .initial_policy import InitialPolicy, kl_estimates
@@ -31,7 +32,8 @@ class ValidationCallback(TrainerCallback):
     """
     Measures the policy before training, every `steps` optimizer steps, and at the end:
 
-    - `validation/accuracy`: mean reward of one greedy completion per prompt.
+    - `validation/accuracy`: mean reward of one greedy completion per prompt, of those that the reward function scores;
+      not logged where it scores none.
     - `validation/kl`: estimate of `KL(policy || initial policy)`, in nats per completion, at the training temperature.
     - `validation/length`: mean number of tokens of the greedy completions.
 
@@ -176,7 +178,15 @@ class ValidationCallback(TrainerCallback):
                         sums += torch.tensor([reward if scored else 0.0, scored, len(ids), 1.0], dtype=torch.float64)
         self.completions[step] = texts
         total, scored_count, length, count = self._over_ranks(sums)
-        return {"validation/accuracy": total / max(scored_count, 1), "validation/length": length / count}
+        figures = {"validation/length": length / count}
+        if scored_count:
+            return {"validation/accuracy": total / scored_count, **figures}
+        logger.warning(
+            f"The reward function {trl_seam.get_callable_name(self.reward_func)!r} returned None for each of the "
+            f"{int(count)} validation prompts, so validation/accuracy is not logged: does the data have the columns "
+            "that it reads?"
+        )
+        return figures
 
     def _rewards(
         self, rows: dict[str, list[Any]], completions: list[Any], completion_ids: list[list[int]]
@@ -196,8 +206,8 @@ class ValidationCallback(TrainerCallback):
         )
         if inspect.iscoroutine(rewards):
             with ThreadPoolExecutor(1) as thread:  # in a notebook, this one has an event loop already
-                return thread.submit(asyncio.run, rewards).result()
-        return rewards
+                rewards = thread.submit(asyncio.run, rewards).result()
+        return checked_rewards(rewards, trl_seam.get_callable_name(self.reward_func))
 
     def _kl(self, initial: InitialPolicy) -> float:
         batches = []

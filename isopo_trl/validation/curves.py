@@ -60,7 +60,7 @@ def curve(log: Log, name: str) -> tuple[list[int], list[float]]:
 
 def draw(logs: dict[str, Log], path: str | os.PathLike) -> None:
     """
-    Draw the curves that the logs have as one PNG, one panel per curve and one line per run.
+    Draw the curves that the logs have as one PNG, one panel per curve and one line per run; nothing if there are none.
 
     Args:
         logs (`dict[str, list[dict]]`): name of the run -> `trainer.state.log_history`.
@@ -72,6 +72,8 @@ def draw(logs: dict[str, Log], path: str | os.PathLike) -> None:
     from matplotlib.ticker import MaxNLocator
 
     names = [name for name in CURVES if any(curve(log, name)[0] for log in logs.values())]
+    if not names:
+        return
     figure = Figure(figsize=(1 + 3.8 * len(names), 3.4), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for panel, name in zip(panels, names, strict=True):

@@ -249,6 +249,26 @@ def test_a_reward_of_none_is_left_out_of_the_accuracy(tmp_path):
     assert callback.validate()["validation/accuracy"] == pytest.approx(2 / 3)
 
 
+def test_an_accuracy_of_nothing_is_not_logged_and_the_reader_is_told(tmp_path, caplog):
+    def silent(completions, **_):
+        return [None] * len(completions)
+
+    trainer, callback = validating(tmp_path, data=tiny.prompts(3), reward=silent, kl_prompts=0)
+    with caplog.at_level("WARNING"):
+        figures = callback.validate()
+    assert list(figures) == ["validation/length"] and logged(trainer, "validation/accuracy") == {}
+    assert "'silent' returned None for each of the 3 validation prompts" in caplog.text
+
+
+def test_a_reward_function_that_returns_no_list_is_named(tmp_path):
+    def scalar(completions, **_):
+        return 0.5
+
+    _, callback = validating(tmp_path, data=tiny.prompts(2), reward=scalar, kl_prompts=0)
+    with pytest.raises(ValueError, match="The reward function 'scalar' returned 0.5 of type float"):
+        callback.validate()
+
+
 def test_the_reward_is_that_of_gsm8k_unless_another_is_given(tmp_path):
     policy = model()
     with torch.no_grad():

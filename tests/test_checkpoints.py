@@ -1,0 +1,267 @@
+"""Resuming: from what is not all of a checkpoint, is no checkpoint, or belongs to another run."""
+
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from isopo_trl import checkpoints
+from tests import training
+from tests.test_config import sentences
+
+
+SETTINGS = {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 3}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The output folder of a run with three checkpoints; to be copied."""
+    folder = tmp_path_factory.mktemp("saved")
+    training.build(folder, **SETTINGS, max_steps=3).train()
+    assert [path.name for path in checkpoints.in_folder(folder)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def refused(folder, resume=True, error=ValueError, **settings):
+    """The message of a run that is refused before it has loaded anything."""
+    trainer = training.build(folder, **{**SETTINGS, **settings}, max_steps=4)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(error) as info:
+        trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == 0 and trainer.isopo.state_dict()["draws"] == 0
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    message = str(info.value)
+    assert sentences(message) == 1 and message.endswith("."), message
+    return message
+
+
+# Which checkpoint
+
+
+def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):
+    for name in ("checkpoint-10", "checkpoint-9", "checkpoint-x", "checkpoint-5-copy", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-11").write_text("a file")
+    assert [path.name for path in checkpoints.in_folder(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert checkpoints.in_folder(tmp_path / "nowhere") == []
+
+
+def test_words_and_paths_choose_a_checkpoint(folder):
+    last, first = folder / "checkpoint-3", folder / "checkpoint-1"
+    for given, expected in [(None, None), (False, None), ("False", None), (True, last), ("true", last)]:
+        assert checkpoints.chosen(given, str(folder)) == expected
+    assert checkpoints.chosen(first, str(folder)) == checkpoints.chosen(str(first), "elsewhere") == first
+
+
+@pytest.mark.parametrize("given", ["nonsense", "", 5, ["checkpoint-1"], "checkpoint-1/trainer_state.json"], ids=repr)
+def test_what_is_no_folder_is_refused_with_those_there_are(given, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError) as error:
+        checkpoints.chosen(given, str(folder))
+    message = str(error.value)
+    assert f"resume_from_checkpoint={given!r}" in message and "checkpoint-1, checkpoint-2, checkpoint-3" in message
+    assert sentences(message) == 1
+
+
+@pytest.mark.parametrize("name", ["empty", "nowhere"])
+def test_last_checkpoint_of_a_folder_without_any_is_refused(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"resume_from_checkpoint=True.*{name}.*has none.*new run") as error:
+        checkpoints.chosen(True, str(tmp_path / name))
+    assert sentences(str(error.value)) == 1
+
+
+def test_folder_of_checkpoints_is_refused_with_those_in_it(folder):
+    message = refused(folder, str(folder))
+    assert "is not a checkpoint, but a folder of them" in message and str(folder / "checkpoint-3") in message
+
+
+def test_folder_that_is_no_checkpoint_is_refused(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "isopo_state.pt, so it is not a checkpoint" in refused(folder, str(tmp_path / "empty"), FileNotFoundError)
+
+
+# Whether all of it is there
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def unsafe(path):
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(path) + ".ran", "w"))
+
+    torch.save({"layers": Payload()}, path)
+
+
+BROKEN = [
+    ("isopo_state.pt", cut),
+    ("isopo_state.pt", lambda path: path.write_bytes(b"")),
+    ("isopo_state.pt", lambda path: path.write_text("not a state")),
+    ("isopo_state.pt", lambda path: torch.save([1, 2], path)),
+    ("isopo_state.pt", unsafe),
+    ("model.safetensors", cut),
+    ("optimizer.pt", cut),
+    ("rng_state.pth", cut),
+    ("trainer_state.json", cut),
+    ("trainer_state.json", lambda path: path.write_text("[]")),
+]
+
+
+@pytest.mark.parametrize("name, breaks", BROKEN)
+def test_damaged_file_is_named_with_the_checkpoint_to_use_instead(name, breaks, folder):
+    path = folder / "checkpoint-3" / name
+    breaks(path)
+    (folder / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError) as error:
+        checkpoints.read(folder / "checkpoint-3")
+    message = str(error.value)
+    assert f"{folder / 'checkpoint-3'} is damaged" in message and f"({name} cannot be read)" in message
+    assert f"delete it, and resume from {folder / 'checkpoint-1'}" in message  # the second is not complete
+    assert not list(folder.glob("**/*.ran"))  # loading is safe
+    assert sentences(message) == 1
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "the model"])
+def test_missing_file_is_named_with_the_checkpoint_to_use_instead(name, folder):
+    (folder / "checkpoint-3" / {"the model": "model.safetensors"}.get(name, name)).unlink()
+    with pytest.raises(ValueError) as error:
+        checkpoints.read(folder / "checkpoint-3")
+    message = str(error.value)
+    assert f"({name} is missing)" in message and str(folder / "checkpoint-2") in message
+
+
+def test_cut_off_checkpoint_is_refused_before_anything_is_loaded(folder):
+    for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
+        (folder / "checkpoint-3" / name).unlink()
+    cut(folder / "checkpoint-3" / "optimizer.pt")
+    message = refused(folder)
+    assert "optimizer.pt cannot be read, scheduler.pt is missing" in message
+    assert str(folder / "checkpoint-2") in message
+
+
+def test_cut_off_checkpoint_without_another_says_that_there_is_none(folder):
+    for step in (1, 2):
+        shutil.rmtree(folder / f"checkpoint-{step}")
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
+    with pytest.raises(ValueError, match="start a new run"):
+        checkpoints.read(folder / "checkpoint-3")
+
+
+@pytest.mark.parametrize("files", [["optimizer.bin", "scheduler.pt", "rng_state_0.pth"], ["global_step3/", "latest"]])
+def test_files_of_sharded_runs_count(files, tmp_path):
+    for name in files:
+        (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    assert checkpoints.missing(tmp_path) == []
+
+
+# Whether it belongs to the run
+
+
+def change(path, **entries):
+    state = torch.load(path, weights_only=True)
+    state.update(entries)
+    torch.save({name: value for name, value in state.items() if value != "missing"}, path)
+
+
+@pytest.mark.parametrize(
+    "entries, expected",
+    [({"running": "missing"}, "it has no running"), ({"layers": ["another.weight"]}, "another.weight")],
+    ids=str,
+)
+def test_state_that_does_not_fit_is_refused_by_the_name_of_its_file(entries, expected, folder):
+    path = folder / "checkpoint-3" / "isopo_state.pt"
+    change(path, **entries)
+    message = refused(folder)
+    assert str(path) in message and expected in message
+
+
+def test_checkpoint_of_another_rule_is_refused_by_the_name_of_its_file(folder):
+    message = refused(folder, rule="npg")
+    assert str(folder / "checkpoint-3" / "isopo_state.pt") in message
+    assert "name='fisher'" in message and "name='npg'" in message
+
+
+@pytest.mark.parametrize(
+    "before, after, expected",
+    [
+        ({}, {"token_weights": "kpo"}, ["token_weights='none' to 'kpo'"]),
+        ({"token_weights": "p3o"}, {"token_weights": "sampler"}, ["token_weights='p3o' to 'sampler'"]),
+        (
+            {"token_weights": "kpo"},
+            {"token_weights": "kpo", "kpo_gain": 0.1, "kpo_stop_gradient": True},
+            ["kpo_gain=None to 0.1", "kpo_stop_gradient=False to True"],
+        ),
+    ],
+    ids=str,
+)
+def test_other_token_weights_are_refused(before, after, expected, folder):
+    chosen = training.build(folder, **SETTINGS, **before).weighting.chosen()
+    change(folder / "checkpoint-3" / "isopo_state.pt", weighting=chosen)
+    message = refused(folder, **after)
+    assert all(text in message for text in [*expected, "start a new run"]), message
+
+
+def resumed(folder, caplog, **settings):
+    """A run that goes on for a step, and what it says."""
+    trainer = training.build(folder, **{**SETTINGS, **settings}, max_steps=4)
+    with caplog.at_level("WARNING", logger="isopo_trl"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 4
+    said = [str(warning.message) for warning in caught if "ISOPO" in str(warning.message)]
+    return said + [record.getMessage() for record in caplog.records if record.name.startswith("isopo_trl")]
+
+
+def test_run_with_the_same_settings_resumes_without_a_word(folder, caplog):
+    assert resumed(folder, caplog) == []
+
+
+def test_other_decay_and_number_of_samples_are_reported(folder, caplog):
+    (message,) = resumed(folder, caplog, regularization_decay=0.5, fisher_samples=32)
+    assert "regularization_decay=0.9 to 0.5, fisher_samples=64 to 32" in message
+
+
+def test_other_clipping_under_the_same_weights_is_reported(folder, caplog):
+    before = {"token_weights": "sampler", "vllm_importance_sampling_clip_max": 2.0}
+    chosen = training.build(folder, **SETTINGS, **before).weighting.chosen()
+    change(folder / "checkpoint-3" / "isopo_state.pt", weighting=chosen)
+    (message,) = resumed(folder, caplog, token_weights="sampler")
+    assert "vllm_importance_sampling_clip_max=2.0 to 3.0" in message
+
+
+def test_other_token_weights_are_reported_where_there_are_no_statistics(folder, caplog):
+    path = folder / "checkpoint-3" / "isopo_state.pt"
+    none = training.build(folder, **SETTINGS, rule="none").isopo
+    change(path, rule=none.rule.settings)
+    (message,) = resumed(folder, caplog, rule="none", token_weights="kpo", regularization_decay=0.5, fisher_samples=3)
+    assert "token_weights='none' to 'kpo'" in message
+
+
+@pytest.mark.parametrize("key", [True, "missing"], ids=["saved without", "early"])
+def test_checkpoint_without_the_states_of_the_optimizer_is_taken_and_reported(key, folder, caplog):
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (folder / "checkpoint-3" / name).unlink()
+    change(folder / "checkpoint-3" / "isopo_state.pt", save_only_model=key)
+    (message,) = resumed(folder, caplog)
+    assert "has no optimizer.pt, scheduler.pt, rng_state.pth" in message and "starts anew" in message
+
+
+def test_early_checkpoint_is_taken_without_a_word(folder, caplog):
+    entries = ("regularization_decay", "fisher_samples", "weighting", "save_only_model")
+    change(folder / "checkpoint-3" / "isopo_state.pt", **dict.fromkeys(entries, "missing"))
+    assert resumed(folder, caplog, regularization_decay=0.5) == []
+
+
+def test_what_is_saved_is_said_by_the_configuration_alone(saved):
+    state = torch.load(saved / "checkpoint-3" / "isopo_state.pt", weights_only=True)
+    assert state["weighting"] == {"token_weights": "none"} and state["save_only_model"] is False
+    assert (state["regularization_decay"], state["fisher_samples"]) == (0.9, 64)
