@@ -82,7 +82,12 @@ _NUMBER = re.compile(
 _USUAL = re.compile(rf" *+-?[{CURRENCY}]?([1-9][0-9]{{0,2}}+(?:,[0-9]{{3}})++|[0-9]{{1,90}}+)\.?\s*+")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # In a reversed text: the last digit or fraction, and before it whatever can belong to its number, \frac included
-_TAIL = re.compile(rf"[\d{''.join(_FRACTIONS)}][-−–+0-9.,/ {CURRENCY}eE\\{{}}!fracdt×^*imsx]{{0,{REACH - 1}}}")
+_OF_A_NUMBER = rf"[-−–+0-9.,/ {CURRENCY}eE\\{{}}!fracdt]{{0,{REACH - 1}}}"
+_TAIL = re.compile(rf"[\d{''.join(_FRACTIONS)}]{_OF_A_NUMBER}")
+_ASCII_TAIL = re.compile(rf"[0-9]{_OF_A_NUMBER}")
+# What most texts end in, read sooner: a number between two words, or between a word and the end
+_USUAL_TAIL = re.compile(rf"((?:[0-9]{{3}},)++[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ (?!su|ev)[a-z][A-Za-z]")
+_USUAL_END = re.compile(r"\.?(?:\s*\Z| [a-z][a-z])")
 _BEFORE_TAIL, _AFTER_TAIL = 24, 8  # characters: what precedes a number in braces, and what could be glued to it
 
 # Of a declared answer
@@ -154,6 +159,8 @@ def read_answer(text: str) -> int | Fraction | None:
 
 def is_only_a_number(line: str) -> bool:
     """Whether a line has a number that can be read, and beside it a currency and a percent sign or full stop alone."""
+    if _USUAL.fullmatch(line):
+        return True
     if len(line) > REACH or _declared_number(line) is None:
         return False
     line = _plain(line)
@@ -232,10 +239,14 @@ def _one_number(text: str) -> int | Fraction | None:
 
 def _last_number(text: str) -> int | Fraction | None:
     """The last number of a text that declares no answer."""
-    tail = _TAIL.search(text[::-1])
+    reverse = text[::-1]
+    tail = (_ASCII_TAIL if text.isascii() else _TAIL).search(reverse)
     if tail is None or _FOREIGN_DIGIT.match(tail[0]):
         return None
     end = len(text) - tail.start()
+    usual = _USUAL_TAIL.match(reverse, tail.start())
+    if usual and _USUAL_END.match(text, end, end + _AFTER_TAIL):
+        return int(usual[1][::-1].replace(",", ""))
     text = _plain(text[max(len(text) - tail.end() - _BEFORE_TAIL, 0) : end + _AFTER_TAIL])
     previous = last = None
     for match in _NUMBER.finditer(text):
