@@ -103,7 +103,7 @@ def main() -> None:
         rows.append(
             [name, f"{agreed} of {len(clear)}", *(str(len(part)) for part in (false_right, false_wrong, differ))]
         )
-    print(table(["", "agrees", "wrong called right", "right called wrong", "differs where debatable"], rows))
+    print("\n" + table(["", "agrees", "wrong called right", "right called wrong", "differs where debatable"], rows))
     shown = list(columns) if options.all else ["gsm8k_reward"]
     rows = []
     for number, case in enumerate(answers):

@@ -52,13 +52,14 @@ _COMMANDS = {
 _COMMAND = re.compile(r"\\(?:([a-zA-Z]++) *+|(.))", re.DOTALL)
 _BEFORE_FRACTION = re.compile(r"(?<=[0-9]) *(?=\\frac)")
 _FRACTION = re.compile(r"\\frac *(\{[- 0-9.,]*\}|[0-9]) *(\{[- 0-9.,]*\}|[0-9])")
+_FRACTION_OF_UNITS = re.compile(r"\\frac *\{\{([A-Za-z. ]+)\}\} *\{\{([A-Za-z. ]+)\}\}")  # of \text{km} and \text{h}
 _POWER_OF_UNIT = re.compile(r"(?<=[A-Za-z])(\}?) *\^ *(?:\{ *-?[0-9] *\}|-?[0-9])|\^ *(?:\{ *° *\}|(?=°))")
 _SUBSCRIPT = re.compile(r"(?<=[A-Za-z])_(?:\{\w*\}|\w)")
 _BRACES = str.maketrans("", "", "{}")
 
 _DECIMAL = r"""
     (?:
-        (?: [1-9][0-9]{0,2} (?: (?:,[0-9]{3})++ | (?:[ ][0-9]{3})++ (?![0-9/]|[ ]?/) ) | [0-9]++ )   # 1,234  1 234
+        (?: [1-9][0-9]{0,2} (?: (?:,[0-9]{3})++ | (?:[ ][0-9]{3})++ (?![0-9/-]|[ ]/) ) | [0-9]++ )   # 1,234  1 234
         (?: \.[0-9]++ )?+
         | (?<![\w.]) \.[0-9]++                                                                      # .5
     )
@@ -86,7 +87,9 @@ _OF_A_NUMBER = rf"[-−–+0-9.,/ {CURRENCY}eE\\{{}}!fracdt]{{0,{REACH - 1}}}"
 _TAIL = re.compile(rf"[\d{''.join(_FRACTIONS)}]{_OF_A_NUMBER}")
 _ASCII_TAIL = re.compile(rf"[0-9]{_OF_A_NUMBER}")
 # What most texts end in, read sooner: a number between two words, or between a word and the end
-_USUAL_TAIL = re.compile(rf"((?:[0-9]{{3}},)++[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ (?!su|ev)[a-z][A-Za-z]")
+_USUAL_TAIL = re.compile(
+    rf"((?:[0-9]{{3}},)++[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ (?!su|ev)[A-Za-z]{{2,20}}+(?![A-Za-z\\])"
+)
 _USUAL_END = re.compile(r"\.?(?:\s*\Z| [a-z][a-z])")
 _BEFORE_TAIL, _AFTER_TAIL = 24, 8  # characters: what precedes a number in braces, and what could be glued to it
 
@@ -95,10 +98,12 @@ _CALCULATION = re.compile(r"<<[^<>]*+>>")
 _REMARK_IN_PARENTHESES = re.compile(r"(?<=[\w.,%$*]) +\((?=[^()]*[A-Za-z+*/=×-])[^()]*\)")
 _DIGIT = re.compile(r"[0-9]")
 _LABELLED = re.compile(r"[^\w\\]*+[^\W\d_]")
-_LABEL = re.compile(r"(?<![0-9]):|:(?![0-9])|(?<!which )(?<!that )(?<!this )\b(?:is|are|was|were|be|equals)\b")
+_LABEL = re.compile(
+    r"(?<![0-9]):|:(?![0-9])|(?<!which )(?<!that )(?<!this )(?<!there )\b(?:is|are|was|were|be|equals)\b"
+)
 _REMARK = re.compile(
     r"\b(?:for|in|per|each|every|which|because|since|as|after|at|if|when|with|on|during|within)\b"
-    r"|[.;!] +[A-Za-z]"
+    r"|\bto (?=[a-z])|(?<=[a-z] )of\b|[.;!] +[A-Za-z]"
 )
 _WORD_OR_FORMULA = re.compile(r"[A-Za-z\\]")
 # Directly after a number: what makes it part of a formula
@@ -268,6 +273,7 @@ def _plain(text: str) -> str:
     text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1] or match[2], "\\"), text)
     text = _BEFORE_FRACTION.sub(" ", text)
     text = _FRACTION.sub(lambda match: "{}/{} ".format(*(part.strip("{ }") for part in match.groups())), text)
+    text = _FRACTION_OF_UNITS.sub(r"\1/\2", text)
     return _SUBSCRIPT.sub("", _POWER_OF_UNIT.sub(r"\1", text)).translate(_BRACES)
 
 
@@ -322,7 +328,7 @@ def _sign(before: str) -> int | None:
     lead = lead[:-1]
     if not lead.strip(_MARKUP + CURRENCY):
         return -1
-    if lead.endswith("-") or (name and spaced):
+    if lead.endswith(("-", "|")) or (name and spaced):
         return None
     if spaced:
         return -1 if lead.rstrip(" ")[-1:] in "=:(" else 1
