@@ -1,10 +1,11 @@
 """
-Completions a second that the rewards score, on one core.
+Completions per second that the rewards score, on one core.
 
 The completions are solutions in GSM8K's style of a few sentences each, one in four of them wrong, whose answers stand
-after `####`, in a box, or at the end of the last sentence; each is scored as text and as a conversation, with its
-prompt. A group of completions shares a prompt, as in training. Times are the median over the repeats. The last column
-is the slowest of a few texts of one million characters that are made to be slow, in milliseconds.
+after `####`, there within a sentence, in a box, or in the last sentence; each is scored as text and as a conversation,
+with its prompt. A group of completions shares a prompt, as in training. Times are the processor's, and the median over
+the repeats. The last column is the slowest of a few texts of one million characters that are made to be slow, in
+milliseconds.
 
     python benchmarks/rewards_time.py
     python benchmarks/rewards_time.py --math-verify 500    # math_verify_reward too, on so many completions
@@ -24,6 +25,7 @@ from isopo_trl.gsm8k import format_reward, gsm8k_reward, math_verify_reward
 
 ENDINGS = {
     "####": "\n#### {}",
+    "sentence": "\n#### The farmer is paid {} for her eggs in 2 weeks.",
     "box": " The answer is $\\boxed{{{}}}$.",
     "prose": " So {} is what she has left over in the end.",
 }
@@ -37,6 +39,8 @@ MEGABYTES = (
     "#### " + "x" * 1_000_000,
     "#### " + "- $ " * 250_000,
     "#### " + "\\frac{1}" * 125_000,
+    "#### " + "x = 1 is " * 111_111,
+    "#### " + "½" * 1_000_000,
 )
 
 
@@ -84,9 +88,9 @@ def as_conversations(batch: dict[str, list]) -> dict[str, list]:
 def seconds(reward: Callable, batch: dict[str, list], repeats: int) -> float:
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         reward(**batch)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return statistics.median(times)
 
 

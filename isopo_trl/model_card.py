@@ -1,8 +1,11 @@
 """What a model card says beyond TRL's: the rule and its settings, versions, and a snippet that runs."""
 
+import html
+import json
 import os
 import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import peft
 from accelerate.utils import is_peft_model
@@ -40,13 +43,13 @@ _CHAT = """\
 from transformers import pipeline
 
 question = "{question}"
-generator = pipeline("text-generation", model="{model}")
+generator = pipeline("text-generation", model={model})
 output = generator([{{"role": "user", "content": question}}], max_new_tokens=128, return_full_text=False)[0]
 print(output["generated_text"])"""
 _PLAIN = """\
 from transformers import pipeline
 
-generator = pipeline("text-generation", model="{model}")
+generator = pipeline("text-generation", model={model})
 output = generator("{question}", max_new_tokens=128, return_full_text=False)[0]
 print(output["generated_text"])"""
 
@@ -61,8 +64,13 @@ def complete(path: str, model_name: str | None, trainer: "ISOPOTrainer") -> None
     name = model_name or trainer.hub_model_id or os.path.basename(os.path.abspath(trainer.args.output_dir or ""))
     base = os.path.basename(trainer.model.config._name_or_path)  # where TRL has left it out, it is a path
     text = card.text
-    text = re.sub(r"# Model Card for .*", lambda _: f"# Model Card for {name}", text, count=1)
-    text = text.replace("[None](https://huggingface.co/None)", f"`{base}`" if base else "a model without a name")
+    text = text.replace(f"# Model Card for {model_name}", f"# Model Card for {_plain(name)}", 1)
+    text = text.replace("[None](https://huggingface.co/None)", _code(base) if base else "a model without a name")
+    for kind, page in (("base_model", ""), ("datasets", "datasets/")):
+        given = card.data.get(kind)
+        if isinstance(given, str):
+            link = f"[{_plain(given)}](https://huggingface.co/{page}{quote(given)})"
+            text = text.replace(f"[{given}](https://huggingface.co/{page}{given})", link)
     text = _replaced(text, "## Quick start", _quick_start(trainer))
     text = _before(text, "### Framework versions", _procedure(trainer))
     text = _before(text, "- TRL:", _versions())
@@ -74,7 +82,7 @@ def _quick_start(trainer: "ISOPOTrainer") -> str:
     tokenizer: Any = trainer.processing_class
     snippet = _CHAT if getattr(tokenizer, "chat_template", None) else _PLAIN
     model = trainer.hub_model_id or trainer.args.output_dir
-    return f"```python\n{snippet.format(model=model, question=_QUESTION)}\n```"
+    return f"```python\n{snippet.format(model=json.dumps(str(model), ensure_ascii=False), question=_QUESTION)}\n```"
 
 
 def _procedure(trainer: "ISOPOTrainer") -> str:
@@ -91,9 +99,9 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
         config = trainer.model.active_peft_config
         rows["adapter"] = f"{config.peft_type.value}, r={getattr(config, 'r', None)}"
     shown = {name: getattr(value, "value", value) for name, value in rows.items() if value is not None}
-    table = "\n".join(f"| `{name}` | {value} |" for name, value in shown.items())
+    table = "\n".join(f"| `{name}` | {_in_a_cell(value)} |" for name, value in shown.items())
     sentences = [
-        f"Each sequence's gradient was rescaled, layer by layer, by the rule `{rule.name}` of "
+        f"Each sequence's gradient was rescaled, layer by layer, by the rule {_code(rule.name)} of "
         "[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it.",
         weighting.credit,
         _outcome(trainer),
@@ -127,6 +135,22 @@ def _versions() -> str:
     from . import __version__
 
     return f"- ISOPO for TRL (isopo-trl): {__version__}\n- PEFT: {peft.__version__}\n"
+
+
+def _plain(name: str) -> str:
+    """A name as text of Markdown that shows it as it is, on one line."""
+    return re.sub(r"[\\`*\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
+
+
+def _code(name: str) -> str:
+    """A name as code of Markdown, within more backticks than it has in a row."""
+    ticks = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
+    return f"{ticks} {' '.join(name.split())} {ticks}" if "`" in name else f"`{' '.join(name.split())}`"
+
+
+def _in_a_cell(value: Any) -> str:
+    """A value as text in a table of Markdown."""
+    return html.escape(" ".join(str(value).split()), quote=False).replace("|", "\\|")
 
 
 def _replaced(text: str, heading: str, body: str) -> str:

@@ -1,7 +1,11 @@
 """The model card: valid, says what was done, and its snippet runs against the model it describes."""
 
+import ast
 import re
+from urllib.parse import quote
+from xml.etree import ElementTree
 
+import markdown
 import peft
 import pytest
 import torch
@@ -12,7 +16,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 import isopo_trl
-from isopo_trl.model_card import _before, _replaced
+from isopo_trl.model_card import _before, _code, _in_a_cell, _replaced
 from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
 
@@ -117,6 +121,33 @@ def test_the_front_matter_is_valid_yaml(tmp_path):
     front = yaml.safe_load(front)
     assert front["library_name"] == "transformers" and "licence" not in front and "license" not in front
     assert "| `rule` | interacting |" in body and "`fisher_power`" not in body and "| `regularization` | 1.0 |" in body
+
+
+def test_any_name_is_shown_as_it_is(tmp_path):
+    odd = "a \"b\" 'c' <script>alert(1)</script> & | `d` [e](f) *g* \\ {{ h }}: # i"
+    folder = tmp_path / 'out "quoted" <b>'
+    trainer = training.build(folder, "qwen3")
+    trainer.model.config._name_or_path = f"someone/{odd}"
+    trainer.create_model_card(model_name=f"{odd}\nsecond line", dataset_name=odd, tags=[odd])
+    content = (folder / "README.md").read_text()
+    _, front, body = content.split("---\n", 2)
+    front = yaml.safe_load(front)
+    assert front["model_name"] == f"{odd}\nsecond line" and front["datasets"] == odd and odd in front["tags"]
+    assert front["base_model"] == f"someone/{odd}"
+    page = ElementTree.fromstring(f"<page>{markdown.markdown(body, extensions=['fenced_code', 'tables'])}</page>")
+    assert not {"script", "b", "em"} & {element.tag for element in page.iter()}
+    assert page.find("h1").text == f"Model Card for {odd} second line"
+    links = {"".join(link.itertext()): link.get("href") for link in page.iter("a")}
+    assert links[odd] == f"https://huggingface.co/datasets/{quote(odd)}"
+    assert links[f"someone/{odd}"] == f"https://huggingface.co/{quote(f'someone/{odd}')}"
+    calls = [node for node in ast.walk(ast.parse(snippet(content))) if isinstance(node, ast.Call)]
+    (model,) = [argument.value.value for call in calls for argument in call.keywords if argument.arg == "model"]
+    assert model == str(folder)
+
+
+def test_names_are_code_and_values_are_cells_of_markdown():
+    assert _code("plain") == "`plain`" and _code("a `b``c` ") == "``` a `b``c` ```"
+    assert _in_a_cell("a | <b>\nc") == "a \\| &lt;b&gt; c" and _in_a_cell(0.5) == "0.5"
 
 
 def test_what_was_validated_is_told(tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from .rewards import extract_answer
+from .answers import extract_answer
 
 
 INSTRUCTION = "Solve the problem step by step, then give the answer on a line of its own, as: #### <number>"

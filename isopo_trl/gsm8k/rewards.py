@@ -1,13 +1,9 @@
-r"""
+"""
 Rewards for arithmetic problems in GSM8K's format, as functions that TRL's trainers call.
 
-A text declares where its answer stands by `####` or `\boxed{}`; the last declaration counts, and `####` before boxes.
-Without a number in that place there is no answer, whatever number stands elsewhere. A text that declares nothing
-answers with its last number. Numbers are compared as fractions, without rounding, and the time to read one is linear
-in the length of the text, whatever the text.
+How an answer is read is told in [`~gsm8k.extract_answer`].
 """
 
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -15,69 +11,10 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-
-__all__ = ["extract_answer", "format_reward", "gsm8k_reward", "math_verify_reward", "strict_gsm8k_reward"]
-
-MINUS = ("-", "−", "–")
-CURRENCY = "$€£¥₹"
-LONGEST_NUMBER = 100  # characters; Python refuses to read integers of more than 4300 digits
-LONGEST_BOX = 1000
-REACH = 256  # more than a number can take, written as \dfrac{...}{...}
-
-_DECIMAL = r"""
-    (?:
-        (?: [1-9][0-9]{0,2} (?:,[0-9]{3})++ | [0-9]++ ) (?: \.[0-9]++ )?+    # 1,234.5
-        | (?<![\w.]) \.[0-9]++                                               # .5
-    )
-    (?: [eE][-+]?[0-9]{1,2}+ )?+
-"""
-# A number, or else the whole run of digits and separators that is none ("12,34", "1.2.3", "1/2/3"), in which case no
-# group is set: the parts of such a run are not numbers either. No quantifier over digits gives back what it has taken.
-_NUMBER = re.compile(
-    rf"""
-    (?=[.0-9])
-    (?:
-        (?: ([0-9]++) [ ]{{1,2}}+ (?=[0-9]++/) )?+                           # the 2 of 2 1/2
-        ({_DECIMAL})
-        (?: [ ]?/[ ]? ({_DECIMAL}) )?+
-        (?! [.,]?[0-9] | [ ]?/[ ]?-?[0-9] | [eE][-+]?[0-9] )
-        | (?: (?<![\w.]) \. )?+ [0-9][0-9.,]*+ (?: (?: [ ]?/[ ]?-? | [eE][-+]? ) [0-9.,]++ )*+
-    )
-    """,
-    re.VERBOSE,
-)
-_DIGIT = re.compile(r"[0-9]")
-# In a reversed text: the last digit, and before it whatever can belong to its number, \frac included
-_TAIL = re.compile(rf"[0-9][-−–+0-9.,/ {CURRENCY}eE\\{{}}!fracdt]{{0,{REACH - 1}}}")
-_FRACTION = re.compile(r"\\[dt]?frac *(\{[-−– 0-9.,]*\}|[0-9]) *(\{[-−– 0-9.,]*\}|[0-9])")
-_BEFORE_FRACTION = re.compile(r"(?<=[0-9]) *(?=\\[dt]?frac)")
-_LEAD = re.compile(rf"[-−–]? ?[{CURRENCY}]? ?|[{CURRENCY}] ?[-−–] ?")
+from .answers import after_marker, declared_answer, is_only_a_number, read_answer
 
 
-def extract_answer(text: str) -> Fraction | None:
-    r"""
-    The number that a text gives as its answer: on the line after the last `####`, else in the last `\boxed{}`, else
-    the last one of the text.
-
-    On that line (blank lines after `####` are skipped) and in the box it is the first number, so that units and
-    remarks may follow. A `####` without a number on its line is no answer, nor is a box that has none or is not closed
-    within 1000 characters: numbers elsewhere do not count then.
-
-    Numbers may be written as `1234`, `1,234`, `0.5`, `.50`, `5.`, `1e5`, `3/4`, `30 / 5`, `2 1/2` or `\frac{3}{4}`
-    (also `\dfrac` and `\tfrac`), with a minus (`-`, `−` or `–`), and beside a currency sign, a percent sign (`50%` is
-    50) or words. A minus that a space separates from its number is a sign where the answer begins with it or after
-    `=`, `:` or `(`; elsewhere it is a subtraction or the bullet of a list. What is not a number is not read in part
-    either: runs such as `12,34`, `1.2.3` or `1/2/3`, exponents of more than two digits, `1/0`, numbers written with
-    more than 100 characters, and digits other than 0 to 9.
-
-    Args:
-        text (`str`): the text, of any length.
-
-    Returns:
-        `Fraction`: the answer, or `None` where there is none.
-    """
-    number = _number(text)
-    return None if number is None else Fraction(number)
+__all__ = ["format_reward", "gsm8k_reward", "math_verify_reward", "strict_gsm8k_reward"]
 
 
 def gsm8k_reward(
@@ -185,105 +122,17 @@ def _correctness(cases: Iterable[tuple[str, Any]]) -> list[float | None]:
         if gold is None:
             rewards.append(None)
         else:
-            rewards.append(1.0 if _number(text) == _gold(gold, len(rewards)) else 0.0)
+            rewards.append(1.0 if read_answer(text) == _gold(gold, len(rewards)) else 0.0)
     return rewards
-
-
-def _number(text: str) -> int | Fraction | None:
-    """As `extract_answer`; integers as they are, which are faster to compare."""
-    declared = _declared(text)
-    if declared is not None:
-        digit = _DIGIT.search(declared)
-        if digit is None:
-            return None
-        start = max(digit.start() - 20, 0)  # room for "-$\dfrac{"
-        return _value(_NUMBER.search(_without_latex(declared[start : digit.start() + REACH])))
-    tail = _TAIL.search(text[::-1])
-    if tail is None:
-        return None
-    # A little more on either side: what a minus follows, and the brace that closes a fraction
-    start, end = max(len(text) - tail.end() - 1, 0), len(text) - tail.start() + 4
-    *_, last = _NUMBER.finditer(_without_latex(text[start:end]))
-    return _value(last)
 
 
 def _expression(text: str) -> str:
     """What math-verify reads; in a box, an expression needs no dollar signs."""
-    line = _after_marker(text)
+    line = after_marker(text)
     if line is not None:
         return line
-    box = _declared(text)
+    box = declared_answer(text)
     return text if box is None else f"\\boxed{{{box}}}"
-
-
-def _after_marker(text: str) -> str | None:
-    """The first line with text on it after the last `####`; `None` without a `####`."""
-    marker = text.rfind("####")
-    return None if marker < 0 else text[marker + 4 :].lstrip().partition("\n")[0]
-
-
-def _declared(text: str) -> str | None:
-    """What stands in the place that the text declares as its answer's; `None` where it declares none."""
-    line = _after_marker(text)
-    if line is not None:
-        return line
-    start = text.rfind("\\boxed{") + len("\\boxed{")
-    if start < len("\\boxed{"):
-        return None
-    box = text[start : start + LONGEST_BOX]
-    end = box.find("}")
-    while end >= 0 and box.count("{", 0, end) > box.count("}", 0, end):
-        end = box.find("}", end + 1)
-    return box[: max(end, 0)]
-
-
-def _without_latex(text: str) -> str:
-    """LaTeX's ways to write a number in plain text: `\\frac{3}{4}`, `1{,}234`, `1\\,234`, `\\$5`."""
-    if "\\" not in text and "{" not in text:
-        return text
-    text = _FRACTION.sub(
-        lambda match: "/".join(part.strip("{ }") for part in match.groups()), _BEFORE_FRACTION.sub(" ", text)
-    )
-    return text.replace("{,}", ",").replace("\\,", ",").replace("\\!", "").replace("\\$", "$")
-
-
-def _value(match: re.Match[str] | None) -> int | Fraction | None:
-    """The value of a match of `_NUMBER`."""
-    if match is None or match.end() - match.start() > LONGEST_NUMBER:
-        return None
-    whole, number, denominator = match.groups()
-    if number is None:
-        return None
-    value = _decimal(number)
-    if denominator is not None:
-        divisor = _decimal(denominator)
-        if divisor == 0:
-            return None
-        value = Fraction(value) / divisor
-    if whole is not None:
-        if value >= 1:
-            return None
-        value += int(whole)
-    return -value if _is_negative(match.string[: match.start()]) else value
-
-
-def _decimal(text: str) -> int | Fraction:
-    digits = text.replace(",", "")
-    return int(digits) if digits.isdigit() else Fraction(digits)
-
-
-def _is_negative(before: str) -> bool:
-    """Whether the text before a number ends in a minus that is a sign, not a subtraction, a hyphen or a bullet."""
-    lead = before.rstrip(" " + CURRENCY)
-    if lead[-1:] not in MINUS:
-        return False
-    spaced = before.startswith(" ", len(lead))
-    lead = lead[:-1]
-    if not lead.strip(" " + CURRENCY):
-        return True
-    if spaced:
-        return lead.rstrip(" ")[-1] in "=:("
-    return not (lead[-1].isalnum() or lead[-1] in ")]}%")
 
 
 def _ends_in_answer(text: str) -> bool:
@@ -292,14 +141,7 @@ def _ends_in_answer(text: str) -> bool:
         return False
     if text[marker + 4 : marker + 5] not in (" ", "\t"):
         return False
-    line = text[marker + 4 :].rstrip().lstrip(" \t")
-    if len(line) > REACH:
-        return False
-    line = _without_latex(line)
-    match = _NUMBER.search(line)
-    if match is None or _value(match) is None:
-        return False
-    return bool(_LEAD.fullmatch(line, 0, match.start())) and line[match.end() :] in ("", ".", "%", "\\%")
+    return is_only_a_number(text[marker + 4 :].rstrip().lstrip(" \t"))
 
 
 def _cases(
@@ -332,7 +174,7 @@ def _without_echo(text: str, prompt: str) -> str:
     return text if prompt[-1].isalnum() and rest[:1].isalnum() else rest
 
 
-_gold_of_text = lru_cache(maxsize=1024)(_number)  # the same for every completion of a group
+_gold_of_text = lru_cache(maxsize=1024)(read_answer)  # the same for every completion of a group
 
 
 def _gold(gold: Any, index: int) -> int | Fraction:

@@ -40,6 +40,7 @@ class ValidationCallback(TrainerCallback):
     They go to the trainer's log, and so to whatever `report_to` names; the curves are drawn to `validation.png` in the
     output folder, beside the log itself (`trainer_state.json`, which `isopo-compare` reads). Completions come from the
     trainer's own generation, vLLM included, and the random streams of training are left alone (but for vLLM's own).
+    Where these files cannot be written, on a full disk for example, that is said once and training goes on.
 
     The KL divergence is that of completions sampled from the policy, `sum_t (exp(d_t) - 1 - d_t)` with `d_t = log
     pi_initial - log pi` at each of their tokens: never negative, zero at the start, and unbiased where nothing but the
@@ -106,6 +107,7 @@ class ValidationCallback(TrainerCallback):
         # The greedy completions of this rank, by step, and what was logged of them
         self.completions: dict[int, list[str]] = {}
         self.history: list[dict[str, float]] = []
+        self._write_failed = False
         # Where parameters are cut into shards, that happens in `train`
         self._sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         self._initial: InitialPolicy | None = None
@@ -154,12 +156,26 @@ class ValidationCallback(TrainerCallback):
         Trainer.log(trainer, dict(figures))
         trainer.control.should_log = step_is_logged
         if trainer.is_world_process_zero():
-            os.makedirs(trainer.args.output_dir, exist_ok=True)
-            trainer.state.save_to_json(os.path.join(trainer.args.output_dir, STATE))
-            if is_matplotlib_available():
-                name = type(trainer).__name__.removesuffix("Trainer")
-                draw({name: trainer.state.log_history}, self.picture)
+            try:
+                self._write()
+            except (
+                OSError
+            ) as error:  # a full disk, say: what was measured is in the log of the trainer, and stays there
+                if not self._write_failed:
+                    logger.warning(
+                        f"The curves of the validation could not be written to {trainer.args.output_dir}: {error}. "
+                        "Training goes on, and they are written when that is possible again; this is said once."
+                    )
+                self._write_failed = True
         return figures
+
+    def _write(self) -> None:
+        """The log so far, and its picture, to the output folder."""
+        folder, state = self.trainer.args.output_dir, self.trainer.state
+        os.makedirs(folder, exist_ok=True)
+        state.save_to_json(os.path.join(folder, STATE))
+        if is_matplotlib_available():
+            draw({type(self.trainer).__name__.removesuffix("Trainer"): state.log_history}, self.picture)
 
     def _accuracy(self, step: int) -> dict[str, float]:
         texts, sums = [], torch.zeros(4, dtype=torch.float64)

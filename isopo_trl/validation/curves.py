@@ -88,5 +88,9 @@ def draw(logs: dict[str, Log], path: str | os.PathLike) -> None:
         if name == "validation/kl":
             panel.set_ylim(bottom=0)
     if len(logs) > 1:
-        panels[0].legend(fontsize=8)
+        # Names are put in afterwards: matplotlib leaves out those that begin with _, and takes $ for a formula
+        legend = panels[0].legend(panels[0].lines, [str(number) for number in range(len(logs))], fontsize=8)
+        for text, run in zip(legend.get_texts(), logs, strict=True):
+            text.set_parse_math(False)
+            text.set_text(run)
     FigureCanvasAgg(figure).print_png(str(path))

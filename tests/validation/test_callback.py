@@ -383,3 +383,16 @@ def test_completions_that_are_not_the_models_alone_are_refused(option, tmp_path)
     trainer = training.build(tmp_path, data=tiny.conversational_prompts(6), options=option, max_completion_length=96)
     with pytest.raises(ValueError, match="completes each prompt once.*pass an `eval_dataset`"):
         ValidationCallback(trainer, tiny.conversational_prompts(2), tiny.reward)
+
+
+@pytest.mark.parametrize("file", ["validation.png", "trainer_state.json"])
+def test_training_goes_on_where_the_curves_cannot_be_written_which_is_said_once(file, tmp_path, caplog):
+    (tmp_path / file).mkdir()  # cannot be opened, as on a full disk
+    trainer, callback = validating(tmp_path, steps=1, max_steps=2, kl_prompts=0)
+    trainer.train()
+    assert trainer.state.global_step == 2 and list(logged(trainer, FIGURES[0])) == [0, 1, 2]
+    (said,) = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
+    assert str(tmp_path) in said and "Training goes on" in said
+    (tmp_path / file).rmdir()
+    callback.validate()
+    assert (tmp_path / "validation.png").is_file() and (tmp_path / "trainer_state.json").is_file()

@@ -54,6 +54,15 @@ def test_runs_in_folders_of_the_same_name_are_told_apart_by_their_paths(figures,
     assert legends(figures[0]) == set(folders)
 
 
+def test_command_compares_runs_with_any_name(figures, tmp_path, capsys):
+    names = ["_one", "$two", "__", "10$ or 20$"]
+    folders = [str(write(tmp_path / name, log(REWARD))) for name in names]
+    assert main([*folders, "--output", str(tmp_path / "picture.png")]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:-1]
+    assert [row[: max(map(len, names))].strip() for row in rows] == names
+    assert legends(figures[0]) == set(names)
+
+
 def assert_refused(arguments, capsys, message=""):
     assert main(arguments) == 2
     output, errors = capsys.readouterr()

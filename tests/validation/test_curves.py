@@ -94,3 +94,13 @@ def test_a_run_keeps_its_color_where_another_has_no_curve(figures, tmp_path):
 def test_a_run_without_the_first_curve_is_in_the_legend(figures, tmp_path):
     draw({"rewards": log(REWARD), "validation": log(ACCURACY)}, tmp_path / "legend.png")
     assert legends(figures[0]) == {"rewards", "validation"}
+
+
+def test_names_with_signs_of_matplotlib_are_in_the_legend_as_they_are(figures, tmp_path):
+    names = ["_hidden", "$", "cost_$5", "$x^2$", "a%b\\c{", "", "plain"]
+    draw({name: log(REWARD) for name in names}, tmp_path / "names.png")
+    (legend,) = [panel.get_legend() for panel in figures[0].axes]
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert [line.get_color() for line in legend.get_lines()] == [f"C{number}" for number in range(len(names))]
+    assert not any(text.get_parse_math() for text in legend.get_texts())
+    png_size(tmp_path / "names.png")
