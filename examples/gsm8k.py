@@ -18,7 +18,7 @@ Arguments are those of `ISOPOConfig`, of TRL's `ModelConfig` and the ones below,
 by side. The output folder gets the model and its card, `validation.png` and `trainer_state.json`.
 """
 
-import argparse
+import math
 import os
 import socket
 import sys
@@ -30,12 +30,14 @@ from urllib.parse import urlparse
 
 import embedded
 import torch
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from command_line import Parser
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers.integrations import get_available_reporting_integrations
+from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     GRPOConfig,
     GRPOTrainer,
@@ -47,6 +49,7 @@ from trl import (
 )
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
+from isopo_trl.bounds import check_bounds
 from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k, strict_gsm8k_reward
 from isopo_trl.gsm8k.data import INSTRUCTION, checked
 from isopo_trl.validation import ValidationCallback
@@ -57,8 +60,18 @@ NO_RESCALING = "none"  # the rule that makes ISOPO REINFORCE
 EMBEDDED = "embedded"
 HUB_MODEL, HUB_DATASET = "Qwen/Qwen3-0.6B", "openai/gsm8k"
 OWN = {field.name for field in fields(ISOPOConfig)} - {field.name for field in fields(GRPOConfig)}
-# Settings of a rule, which REINFORCE does without
-OF_A_RULE = ("fisher_power", "norm_power", "relative_power", "regularization", "keep_small", "scale")
+# Rules and their settings, which REINFORCE does without
+OF_A_RULE = (
+    "rule",
+    "fisher_power",
+    "norm_power",
+    "relative_power",
+    "regularization",
+    "regularization_decay",
+    "keep_small",
+    "fisher_samples",
+    "scale",
+)
 
 # Where nothing else is said
 DEFAULTS = {
@@ -136,10 +149,26 @@ class GSM8KArguments(ScriptArguments):
     validation_steps: int = field(default=25, metadata={"help": "Optimizer steps between two validations."})
     validation_size: int = field(default=200, metadata={"help": "Problems to validate with; 0 for no validation."})
 
+    def __post_init__(self):
+        if not 0 <= self.format_weight < math.inf:
+            raise ValueError(f"--format_weight {self.format_weight} must be finite and not negative.")
+        if self.validation_steps < 1 or self.validation_size < 0:
+            raise ValueError(
+                f"--validation_steps {self.validation_steps} must be at least 1, and --validation_size "
+                f"{self.validation_size} at least 0 (for no validation)."
+            )
+        if self.dataset_streaming or self.ignore_bias_buffers:
+            raise ValueError("--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.")
+
 
 def say(text: str = "") -> None:
     if PartialState().is_main_process:
         print(text, flush=True)
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of what a library says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # What to train on
@@ -170,62 +199,43 @@ def choose(model: str | None, dataset: str | None) -> tuple[str, str, str]:
     return HUB_MODEL, HUB_DATASET, "nothing was asked for, there is a GPU, and the Hub can be reached"
 
 
-def given(arguments: list[str], *names: str) -> list[str | None]:
-    """What the command line, or else the file after `--config`, says of these arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", *names):
-        parser.add_argument(f"--{name}")
-    found, _ = parser.parse_known_args(arguments)
-    config = {}
-    if found.config:
-        try:
-            with open(found.config) as file:
-                config = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{found.config} is not valid YAML: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{found.config} is not a list of settings: it should have lines such as `rule: fisher`.")
-    return [getattr(found, name) or config.get(name) for name in names]
-
-
 def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
     """All arguments, after saying which model and data set they mean, and why."""
-    names = ("trainer", "rule", "model_name_or_path", "dataset", "dataset_name")
-    trainer, rule, model, dataset, name = given(arguments, *names)
-    if (trainer or TRAINERS[0]) not in TRAINERS:
+    given = Parser((GSM8KArguments, ISOPOConfig, ModelConfig), **DEFAULTS).given(arguments)
+    for name, value in given.items():
+        if value == "" and name != "instruction":
+            raise ValueError(f"--{name} is empty: give it a value, or leave it out.")
+    trainer = given.get("trainer", TRAINERS[0])
+    if trainer not in TRAINERS:
         raise ValueError(f"--trainer {trainer} is unknown: choose one of {', '.join(TRAINERS)}.")
-    model, dataset, reason = choose(model, dataset or name)
-    say(f"Model {model}, problems {dataset}: {reason}.")
+    if given.get("dataset") and given.get("dataset_name"):
+        raise ValueError("--dataset and --dataset_name are the same thing: leave one of them out.")
+    if given.get("max_steps") == 0:
+        raise ValueError("--max_steps 0 would be no limit: give it a positive value, or leave it out.")
 
-    config = GRPOConfig if trainer == "grpo" else ISOPOConfig
-    parser = TrlParser((GSM8KArguments, config, ModelConfig))
-    defaults = {**DEFAULTS, "output_dir": f"outputs/gsm8k-{trainer or TRAINERS[0]}"}
+    model, dataset, reason = choose(given.get("model_name_or_path"), given.get("dataset") or given.get("dataset_name"))
+    say(f"Model {model}, problems {dataset}: {reason}.")
+    defaults = {**DEFAULTS, "output_dir": f"outputs/gsm8k-{trainer}"}
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
     if model == EMBEDDED:
         defaults |= SMALL
-        if rule == NO_RESCALING:  # which has nothing to regularise
-            del defaults["regularization"]
-    parser.set_defaults_with_config(**defaults)
-    *parsed, rest = parser.parse_args_and_config(arguments, return_remaining_strings=True)
-    unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in OWN]
-    if unknown or (rest and trainer != "grpo"):
-        raise ValueError(f"{' '.join(unknown or rest)} is not an argument of this script: see --help.")
-    if rest:
-        say(f"Not used by GRPO: {' '.join(rest)}.")
-    script_args, args, model_args = parsed
-    if script_args.dataset_streaming or script_args.ignore_bias_buffers:
-        raise ValueError("--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.")
-    script_args.dataset, model_args.model_name_or_path = dataset, model
+    idle = {"isopo": (), "reinforce": OF_A_RULE, "grpo": OWN}[trainer]
+    if given.get("rule") == NO_RESCALING or trainer != "isopo":
+        defaults.pop("regularization", None)  # there is nothing to regularise
+    unused = [f"--{name} {given.pop(name)}" for name in list(given) if name in idle]
+    if unused:
+        say(f"Not used by {trainer.upper()}: {' '.join(unused)}.")
     if trainer == "reinforce":
-        args.rule = NO_RESCALING
-        for name in OF_A_RULE:
-            setattr(args, name, getattr(ISOPOConfig, name))
-    return script_args, args, model_args
+        given["rule"] = NO_RESCALING
+    settings = {**defaults, **given, "dataset": dataset, "model_name_or_path": model}
+    check_bounds(settings)
+    config = GRPOConfig if trainer == "grpo" else ISOPOConfig
+    return TrlParser((GSM8KArguments, config, ModelConfig)).parse_dict(settings)
 
 
 def check_machine(args: GRPOConfig) -> None:
-    """Raise, before anything long starts, if the output cannot be written or vLLM is not there."""
+    """Raise, before anything long starts, if the machine lacks what the arguments ask for."""
     try:
         os.makedirs(args.output_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output_dir).close()
@@ -233,22 +243,61 @@ def check_machine(args: GRPOConfig) -> None:
         raise ValueError(
             f"--output_dir {args.output_dir} cannot be written to ({error.strerror}): choose another folder."
         ) from error
-    if not args.use_vllm:
-        return
-    if args.vllm_mode == "server":
-        host, port = args.vllm_server_host, args.vllm_server_port
-        if args.vllm_server_base_url:
-            address = urlparse(args.vllm_server_base_url)
-            host, port = address.hostname, address.port
+    missing = [
+        tracker for tracker in args.report_to if tracker not in (*get_available_reporting_integrations(), "flyte")
+    ]
+    if missing:
+        raise ValueError(f"--report_to {missing[0]}: there is no such tracker, or its package is not installed.")
+    if args.push_to_hub:
+        say("Asking the Hub who you are, for --push_to_hub.")
         try:
-            socket.create_connection((host, port), timeout=5).close()
-        except OSError as error:
+            HfApi().whoami(args.hub_token)
+        except Exception as error:  # the Hub's client raises many kinds
             raise ValueError(
-                f"No vLLM server answers at {host}:{port}: start one (see docs/distributed.md), or use "
-                "--vllm_mode colocate."
+                f"--push_to_hub needs a Hub that can be reached and an account (`hf auth login`): {first_line(error)}"
             ) from error
-    elif find_spec("vllm") is None:
+    if args.use_vllm and args.vllm_mode == "server":
+        find_vllm_server(args)
+    elif args.use_vllm and find_spec("vllm") is None:
         raise ValueError("--use_vllm needs the package vllm: pip install vllm, or leave --use_vllm out.")
+
+
+def find_vllm_server(args: GRPOConfig) -> None:
+    host, port, remedy = args.vllm_server_host, args.vllm_server_port, ""
+    url = args.vllm_server_base_url
+    if url:
+        address = urlparse(url)
+        if address.scheme not in ("http", "https") or not address.hostname:
+            raise ValueError(f"--vllm_server_base_url {url} is not an address such as http://localhost:8000.")
+        host, port = address.hostname, address.port
+        if port is None:  # as TRL takes it, too
+            port = {"http": 80, "https": 443}[address.scheme]
+            remedy = f" ({url} names no port; unless told otherwise, vLLM serves at 8000)"
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"No vLLM server answers at {host}:{port}{remedy}: start one (see docs/distributed.md), or use "
+            "--vllm_mode colocate."
+        ) from error
+
+
+def checkpoint(args: GRPOConfig) -> str | bool | None:
+    """Where to go on from: a folder, or `True` for the last one in the output folder."""
+    name = args.resume_from_checkpoint
+    if name is None or name.lower() in ("false", "no"):
+        return None
+    if name.lower() == "true":
+        if get_last_checkpoint(args.output_dir) is None:
+            raise ValueError(f"--resume_from_checkpoint true: there is no checkpoint in {args.output_dir}.")
+        return True
+    if not os.path.isfile(os.path.join(name, "trainer_state.json")):
+        kind = "has no trainer_state.json" if os.path.isdir(name) else "is not a folder"
+        raise ValueError(
+            f"--resume_from_checkpoint {name} {kind}: give a checkpoint such as {args.output_dir}/checkpoint-100, or "
+            "true for the last one there."
+        )
+    return name
 
 
 def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig):
@@ -265,6 +314,8 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         problems = checked(embedded.from_reasoning_gym(name, "train", 5000), name)
         held_out = checked(embedded.from_reasoning_gym(name, "test", 500), name)
     else:
+        if not os.path.exists(name):
+            say(f"Looking up the data set {name} on the Hub.")
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         problems, held_out = load_gsm8k(name, script_args.dataset_config, *splits)
     if model_args.model_name_or_path == EMBEDDED:
@@ -273,19 +324,29 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         with PartialState().local_main_process_first():
             model_args.model_name_or_path = embedded.model_path()
     name = model_args.model_name_or_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code, padding_side="left"
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"The model {name!r} is neither a folder nor could it be loaded from the Hub: {reason}"
-        ) from error
+    tokenizer = load_tokenizer(name, model_args.model_revision, args.trust_remote_code)
     if chat and not tokenizer.chat_template:
         raise ValueError(f"{name} has no chat template: use an instruct model, or --plain_text for a base model.")
     prompts = [as_prompts(rows, instruction, chat, template) for rows in (problems, held_out)]
     return *prompts, tokenizer
+
+
+def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool):
+    """The model's tokenizer, once its configuration has been found to be one."""
+    local = os.path.isdir(name)
+    if not local:
+        say(f"Looking up the model {name} on the Hub.")
+    try:
+        AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
+        )
+    except Exception as error:  # of many kinds, where a file is damaged
+        if local:
+            raise ValueError(f"The folder {name} holds no model that can be loaded: {first_line(error)}") from error
+        raise ValueError(
+            f"The model {name!r} is neither a folder nor could it be loaded from the Hub: {first_line(error)}"
+        ) from error
 
 
 def correctness(script_args: GSM8KArguments):
@@ -325,6 +386,11 @@ class Progress(ProgressCallback):
     def __init__(self, correctness: str):
         super().__init__()
         self.correctness = correctness  # name of the reward for the right number
+        self.begun = False  # whether training has, on this rank
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.begun = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or self.training_bar is None:
@@ -369,28 +435,33 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
 
 
 def main(arguments: list[str]) -> int:
+    progress = None
     try:
         script_args, args, model_args = read_arguments(arguments)
         check_machine(args)
+        resume = checkpoint(args)
         train, held_out, tokenizer = load(script_args, args, model_args)
         trainer = build(script_args, args, model_args, train, tokenizer)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         reward = correctness(script_args)
-        trainer.add_callback(Progress(reward.__name__))
+        progress = Progress(reward.__name__)
+        trainer.add_callback(progress)
         validation = None
         if script_args.validation_size:
             held_out = held_out.select(range(min(script_args.validation_size, len(held_out))))
             validation = ValidationCallback(trainer, held_out, reward, script_args.validation_steps)
             trainer.add_callback(validation)
-    except (ValueError, OSError, ImportError, torch.distributed.DistNetworkError) as error:
+        if isinstance(trainer, ISOPOTrainer):
+            say(f"ISOPO, rule {args.rule!r}, on {len(trainer.isopo.coverage())} parameters.")
+
+        start = time.monotonic()
+        trainer.train(resume_from_checkpoint=resume)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if progress is not None and progress.begun:  # not a matter of the arguments
+            raise
         print(f"gsm8k.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    if isinstance(trainer, ISOPOTrainer):
-        say(f"ISOPO, rule {args.rule!r}, on {len(trainer.isopo.coverage())} parameters.")
-
-    start = time.monotonic()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     report(trainer, validation, time.monotonic() - start)
     trainer.save_state()
     trainer.save_model()
