@@ -6,6 +6,7 @@ there are. A mistake is a `ValueError` of one sentence, not a page of usage. Wha
 left to a default, since here the defaults depend on what was given.
 """
 
+import json
 import os
 from argparse import Namespace
 from collections.abc import Iterable
@@ -24,12 +25,15 @@ class Parser(TrlParser):
     """
     Args:
         dataclass_types (`Iterable[type]`): dataclasses, whose fields are the arguments.
+        may_be_empty (`tuple[str]`): arguments for which an empty text has a meaning. For others it is a mistake, such
+            as a shell variable that is not set.
         defaults: what `--help` shows where it is not the dataclass's own.
     """
 
-    def __init__(self, dataclass_types: Iterable[type], **defaults: Any):
+    def __init__(self, dataclass_types: Iterable[type], may_be_empty: tuple[str, ...] = (), **defaults: Any):
         super().__init__(dataclass_types, allow_abbrev=False)
         self.types = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
+        self.may_be_empty = may_be_empty
         self.add_argument("--config", help="YAML file of arguments; the command line takes precedence.")
         self.set_defaults_with_config(**defaults)
 
@@ -40,25 +44,33 @@ class Parser(TrlParser):
         """By name, what the arguments say, or else the file after `--config`; a default is never among them."""
         found = self._parsed(arguments)
         path = found.pop("config", None)
-        if path is None:
-            return found
-        try:
-            return {**self._of_file(path), **found}
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        if path is not None:
+            try:
+                found = {**self._of_file(path), **found}
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+        for name, value in found.items():
+            if value == "" and name not in self.may_be_empty:
+                raise ValueError(f"--{name} is empty: give it a value, or leave it out.")
+            if name.endswith("_kwargs") and isinstance(value, str) and not _is_object(value):
+                raise ValueError(f"--{name} {value} is not a JSON object such as '{{\"name\": 1}}'.")
+        return found
 
     def _parsed(self, words: list[str]) -> dict[str, Any]:
         nothing = Namespace(**{action.dest: NOT_GIVEN for action in self._actions})
         found, rest = self.parse_known_args(words, nothing)
         if rest:
-            name = next((word for word in rest if word.startswith("-")), rest[0]).split("=")[0]
-            close = get_close_matches(name.replace("-", "_"), [option.replace("-", "_") for option in self._options()])
-            meant = f"did you mean --{close[0].lstrip('_')}?" if close else "see --help."
-            raise ValueError(f"{name} is not an argument of this script: {meant}")
+            raise ValueError(self._unknown(next((word for word in rest if word.startswith("-")), rest[0])))
         return {name: value for name, value in vars(found).items() if value is not NOT_GIVEN}
 
-    def _options(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings]
+    def _unknown(self, word: str) -> str:
+        name = word.split("=")[0]
+        plain = name.lstrip("-").replace("-", "_")
+        known = [*self.types, "config"]
+        close = [other for other in known if plain and other.startswith(plain)]
+        close = close or get_close_matches(plain, known, cutoff=0.8)
+        meant = f"did you mean --{' or --'.join(close[:3])}?" if close else "see --help."
+        return f"{name} is not an argument of this script: {meant}"
 
     def _of_file(self, path: str) -> dict[str, Any]:
         settings = read_settings(path)
@@ -68,8 +80,7 @@ class Parser(TrlParser):
         words, found = [], {}
         for name, value in settings.items():
             if name not in self.types:
-                words.append(f"--{name}")  # refused below
-                continue
+                raise ValueError(self._unknown(name))
             kinds = _kinds(self.types[name])
             if name == "scale_rewards" and isinstance(value, bool):  # TRL knows what that means
                 found[name] = value
@@ -111,6 +122,13 @@ def read_settings(path: str) -> dict[str, Any]:
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
         raise ValueError("this is not a list of settings: it should have lines such as `rule: fisher`.")
     return {name.replace("-", "_"): value for name, value in settings.items()}
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _kinds(hint: Any) -> set[Any]:

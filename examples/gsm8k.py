@@ -18,15 +18,14 @@ Arguments are those of `ISOPOConfig`, of TRL's `ModelConfig` and the ones below,
 by side. The output folder gets the model and its card, `validation.png` and `trainer_state.json`.
 """
 
+import json
 import math
 import os
-import socket
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from urllib.parse import urlparse
+from typing import Any
 
 import embedded
 import torch
@@ -35,9 +34,10 @@ from accelerate.utils import broadcast_object_list
 from command_line import Parser
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from jinja2 import TemplateError
+from preflight import check_machine, checkpoint, in_short
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
-from transformers.integrations import get_available_reporting_integrations
-from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     GRPOConfig,
     GRPOTrainer,
@@ -72,6 +72,9 @@ OF_A_RULE = (
     "fisher_samples",
     "scale",
 )
+
+# What is wrong with the arguments or the machine is said in these, until training begins
+REFUSALS = (ValueError, OSError, ImportError, RuntimeError)
 
 # Where nothing else is said
 DEFAULTS = {
@@ -157,8 +160,6 @@ class GSM8KArguments(ScriptArguments):
                 f"--validation_steps {self.validation_steps} must be at least 1, and --validation_size "
                 f"{self.validation_size} at least 0 (for no validation)."
             )
-        if self.dataset_streaming or self.ignore_bias_buffers:
-            raise ValueError("--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.")
 
 
 def say(text: str = "") -> None:
@@ -166,9 +167,9 @@ def say(text: str = "") -> None:
         print(text, flush=True)
 
 
-def first_line(error: Exception) -> str:
-    """The beginning of what a library says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def look_up(what: str) -> None:
+    """Say, before it takes its time, what is asked of the Hub."""
+    say(f"Looking up the {what} on the Hub (up to a minute, if it does not answer).")
 
 
 # What to train on
@@ -199,20 +200,36 @@ def choose(model: str | None, dataset: str | None) -> tuple[str, str, str]:
     return HUB_MODEL, HUB_DATASET, "nothing was asked for, there is a GPU, and the Hub can be reached"
 
 
+def check(given: dict[str, Any]) -> None:
+    """Raise where arguments would be misunderstood, or come to nothing."""
+    trainer = given.get("trainer", TRAINERS[0])
+    weights = given.get("reward_weights") or []
+    refusals = [
+        (trainer not in TRAINERS, f"--trainer {trainer} is unknown: choose one of {', '.join(TRAINERS)}."),
+        (
+            given.get("dataset") and given.get("dataset_name"),
+            "--dataset and --dataset_name are the same thing: leave one of them out.",
+        ),
+        (given.get("max_steps") == 0, "--max_steps 0 would be no limit: give it a positive value, or leave it out."),
+        (
+            given.get("dataset_streaming") or given.get("ignore_bias_buffers"),
+            "--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.",
+        ),
+        (given.get("remove_unused_columns"), "--remove_unused_columns would remove the answers: leave it out."),
+        (given.get("eval_on_start"), "--eval_on_start has no effect here: --validation_steps does that."),
+        (not all(map(math.isfinite, [given.get("beta", 0.0), *weights])), "--beta and --reward_weights: not finite."),
+    ]
+    for wrong, message in refusals:
+        if wrong:
+            raise ValueError(message)
+
+
 def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
     """All arguments, after saying which model and data set they mean, and why."""
-    given = Parser((GSM8KArguments, ISOPOConfig, ModelConfig), **DEFAULTS).given(arguments)
-    for name, value in given.items():
-        if value == "" and name != "instruction":
-            raise ValueError(f"--{name} is empty: give it a value, or leave it out.")
+    parser = Parser((GSM8KArguments, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS)
+    given = parser.given(arguments)
+    check(given)
     trainer = given.get("trainer", TRAINERS[0])
-    if trainer not in TRAINERS:
-        raise ValueError(f"--trainer {trainer} is unknown: choose one of {', '.join(TRAINERS)}.")
-    if given.get("dataset") and given.get("dataset_name"):
-        raise ValueError("--dataset and --dataset_name are the same thing: leave one of them out.")
-    if given.get("max_steps") == 0:
-        raise ValueError("--max_steps 0 would be no limit: give it a positive value, or leave it out.")
-
     model, dataset, reason = choose(given.get("model_name_or_path"), given.get("dataset") or given.get("dataset_name"))
     say(f"Model {model}, problems {dataset}: {reason}.")
     defaults = {**DEFAULTS, "output_dir": f"outputs/gsm8k-{trainer}"}
@@ -228,76 +245,12 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
         say(f"Not used by {trainer.upper()}: {' '.join(unused)}.")
     if trainer == "reinforce":
         given["rule"] = NO_RESCALING
+    if trainer == "grpo" and given.get("epsilon", 0) is None:  # ISOPO's way to say that nothing is clipped
+        del given["epsilon"]
     settings = {**defaults, **given, "dataset": dataset, "model_name_or_path": model}
     check_bounds(settings)
     config = GRPOConfig if trainer == "grpo" else ISOPOConfig
     return TrlParser((GSM8KArguments, config, ModelConfig)).parse_dict(settings)
-
-
-def check_machine(args: GRPOConfig) -> None:
-    """Raise, before anything long starts, if the machine lacks what the arguments ask for."""
-    try:
-        os.makedirs(args.output_dir, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.output_dir).close()
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {args.output_dir} cannot be written to ({error.strerror}): choose another folder."
-        ) from error
-    missing = [
-        tracker for tracker in args.report_to if tracker not in (*get_available_reporting_integrations(), "flyte")
-    ]
-    if missing:
-        raise ValueError(f"--report_to {missing[0]}: there is no such tracker, or its package is not installed.")
-    if args.push_to_hub:
-        say("Asking the Hub who you are, for --push_to_hub.")
-        try:
-            HfApi().whoami(args.hub_token)
-        except Exception as error:  # the Hub's client raises many kinds
-            raise ValueError(
-                f"--push_to_hub needs a Hub that can be reached and an account (`hf auth login`): {first_line(error)}"
-            ) from error
-    if args.use_vllm and args.vllm_mode == "server":
-        find_vllm_server(args)
-    elif args.use_vllm and find_spec("vllm") is None:
-        raise ValueError("--use_vllm needs the package vllm: pip install vllm, or leave --use_vllm out.")
-
-
-def find_vllm_server(args: GRPOConfig) -> None:
-    host, port, remedy = args.vllm_server_host, args.vllm_server_port, ""
-    url = args.vllm_server_base_url
-    if url:
-        address = urlparse(url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"--vllm_server_base_url {url} is not an address such as http://localhost:8000.")
-        host, port = address.hostname, address.port
-        if port is None:  # as TRL takes it, too
-            port = {"http": 80, "https": 443}[address.scheme]
-            remedy = f" ({url} names no port; unless told otherwise, vLLM serves at 8000)"
-    try:
-        socket.create_connection((host, port), timeout=5).close()
-    except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"No vLLM server answers at {host}:{port}{remedy}: start one (see docs/distributed.md), or use "
-            "--vllm_mode colocate."
-        ) from error
-
-
-def checkpoint(args: GRPOConfig) -> str | bool | None:
-    """Where to go on from: a folder, or `True` for the last one in the output folder."""
-    name = args.resume_from_checkpoint
-    if name is None or name.lower() in ("false", "no"):
-        return None
-    if name.lower() == "true":
-        if get_last_checkpoint(args.output_dir) is None:
-            raise ValueError(f"--resume_from_checkpoint true: there is no checkpoint in {args.output_dir}.")
-        return True
-    if not os.path.isfile(os.path.join(name, "trainer_state.json")):
-        kind = "has no trainer_state.json" if os.path.isdir(name) else "is not a folder"
-        raise ValueError(
-            f"--resume_from_checkpoint {name} {kind}: give a checkpoint such as {args.output_dir}/checkpoint-100, or "
-            "true for the last one there."
-        )
-    return name
 
 
 def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig):
@@ -315,7 +268,7 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         held_out = checked(embedded.from_reasoning_gym(name, "test", 500), name)
     else:
         if not os.path.exists(name):
-            say(f"Looking up the data set {name} on the Hub.")
+            look_up(f"data set {name}")
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         problems, held_out = load_gsm8k(name, script_args.dataset_config, *splits)
     if model_args.model_name_or_path == EMBEDDED:
@@ -328,25 +281,38 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
     if chat and not tokenizer.chat_template:
         raise ValueError(f"{name} has no chat template: use an instruct model, or --plain_text for a base model.")
     prompts = [as_prompts(rows, instruction, chat, template) for rows in (problems, held_out)]
+    if chat:
+        try:
+            tokenizer.apply_chat_template(prompts[0][0]["prompt"], tokenize=False, **(args.chat_template_kwargs or {}))
+        except TemplateError as error:  # such as one for a system message, which some models do not know
+            raise ValueError(
+                f"The chat template of {name} does not take these prompts: {in_short(error)}. With --user_template "
+                "and without --instruction there is no system message."
+            ) from error
     return *prompts, tokenizer
 
 
 def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool):
-    """The model's tokenizer, once its configuration has been found to be one."""
+    """The tokenizer of a model whose configuration can be read as well."""
     local = os.path.isdir(name)
     if not local:
-        say(f"Looking up the model {name} on the Hub.")
+        look_up(f"model {name}")
+    elif not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(f"The folder {name} has no config.json: it should be that of a whole model.")
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-        return AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code, padding_side="left"
-        )
+        config = AutoConfig.from_pretrained(name, **where)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **where)
     except Exception as error:  # of many kinds, where a file is damaged
-        if local:
-            raise ValueError(f"The folder {name} holds no model that can be loaded: {first_line(error)}") from error
-        raise ValueError(
-            f"The model {name!r} is neither a folder nor could it be loaded from the Hub: {first_line(error)}"
-        ) from error
+        kind = "is a folder, but could not be loaded"
+        if not local:
+            kind = "is neither a folder nor could it be loaded from the Hub"
+        raise ValueError(f"The model {name!r} {kind}: {in_short(error)}") from error
+    if not config.architectures:
+        raise ValueError(f"The configuration of {name} names no architecture: add it to config.json.")
+    if not tokenizer("1 + 1").input_ids:
+        raise ValueError(f"{name} has no tokenizer, or an empty one: look for tokenizer.json.")
+    return tokenizer
 
 
 def correctness(script_args: GSM8KArguments):
@@ -365,16 +331,26 @@ def build(script_args, args, model_args, train, tokenizer) -> GRPOTrainer:
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
-    args.model_init_kwargs = {**settings, **(args.model_init_kwargs or {})}
-    return (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer)(
-        model=model_args.model_name_or_path,
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=train,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    given = args.model_init_kwargs or {}
+    args.model_init_kwargs = {**settings, **given}
+    try:
+        return (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer)(
+            model=model_args.model_name_or_path,
+            reward_funcs=rewards,
+            args=args,
+            train_dataset=train,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    except SafetensorError as error:
+        raise ValueError(
+            f"The weights of {model_args.model_name_or_path} are damaged ({error}): download or save them again."
+        ) from error
+    except TypeError as error:
+        if not given:
+            raise
+        raise ValueError(f"--model_init_kwargs {json.dumps(given)} cannot be used: {error}") from error
 
 
 # What is shown
@@ -434,10 +410,16 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
         say(f"\nCurves: {validation.picture}")
 
 
+def refuse(text: str) -> int:
+    print(f"gsm8k.py: {' '.join(text.split())}", file=sys.stderr)
+    return 2
+
+
 def main(arguments: list[str]) -> int:
-    progress = None
     try:
         script_args, args, model_args = read_arguments(arguments)
+        if args.push_to_hub:
+            say("Asking the Hub who you are, for --push_to_hub.")
         check_machine(args)
         resume = checkpoint(args)
         train, held_out, tokenizer = load(script_args, args, model_args)
@@ -452,16 +434,18 @@ def main(arguments: list[str]) -> int:
             held_out = held_out.select(range(min(script_args.validation_size, len(held_out))))
             validation = ValidationCallback(trainer, held_out, reward, script_args.validation_steps)
             trainer.add_callback(validation)
-        if isinstance(trainer, ISOPOTrainer):
-            say(f"ISOPO, rule {args.rule!r}, on {len(trainer.isopo.coverage())} parameters.")
+    except REFUSALS as error:
+        return refuse(str(error))
+    if isinstance(trainer, ISOPOTrainer):
+        say(f"ISOPO, rule {args.rule!r}, on {len(trainer.isopo.coverage())} parameters.")
 
-        start = time.monotonic()
+    start = time.monotonic()
+    try:
         trainer.train(resume_from_checkpoint=resume)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        if progress is not None and progress.begun:  # not a matter of the arguments
+    except Exception as error:
+        if progress.begun or not (resume or isinstance(error, REFUSALS)):
             raise
-        print(f"gsm8k.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return refuse(str(error) if isinstance(error, REFUSALS) else f"{resume} cannot be resumed: {in_short(error)}")
     report(trainer, validation, time.monotonic() - start)
     trainer.save_state()
     trainer.save_model()

@@ -29,15 +29,23 @@ BOUNDS: dict[str, Bound] = {
     "weight_decay": NOT_NEGATIVE,
     "max_grad_norm": (lambda x: x >= 0, "at least 0 (which turns clipping off)"),
     "num_train_epochs": NOT_NEGATIVE,
+    "neftune_noise_alpha": NOT_NEGATIVE,
 }
-CHOICES = {"scale_rewards": ("group", "batch", "none", True, False)}
+# What TRL looks at during the first step only
+CHOICES = {
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
 
 
 def check_bounds(settings: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for a setting of GRPO's that is out of range; one that is `None` is left to TRL."""
+    """Raise a `ValueError` for a setting of GRPO's that is out of range; `None` mostly means that it is not used."""
     for name, (holds, expected) in BOUNDS.items():
         value = settings.get(name)
-        if value is not None and not (isinstance(value, Real) and holds(float(value))):
+        if value is None and name != "num_generations":
+            continue
+        if not (isinstance(value, Real) and holds(float(value))):
             raise ValueError(f"{name}={value!r} must be {expected}.")
     for name, choices in CHOICES.items():
         if settings.get(name, choices[0]) not in choices:
