@@ -445,7 +445,8 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         if progress.begun or not (resume or isinstance(error, REFUSALS)):
             raise
-        return refuse(str(error) if isinstance(error, REFUSALS) else f"{resume} cannot be resumed: {in_short(error)}")
+        reason = str(error) if isinstance(error, REFUSALS) else in_short(error)
+        return refuse(f"Training cannot go on from {args.resume_from_checkpoint}: {reason}" if resume else reason)
     report(trainer, validation, time.monotonic() - start)
     trainer.save_state()
     trainer.save_model()
