@@ -217,7 +217,10 @@ def check(given: dict[str, Any]) -> None:
         ),
         (given.get("remove_unused_columns"), "--remove_unused_columns would remove the answers: leave it out."),
         (given.get("eval_on_start"), "--eval_on_start has no effect here: --validation_steps does that."),
-        (not all(map(math.isfinite, [given.get("beta", 0.0), *weights])), "--beta and --reward_weights: not finite."),
+        (
+            not all(map(math.isfinite, [given.get("beta", 0.0), *weights])),
+            "--beta and --reward_weights must be finite numbers.",
+        ),
     ]
     for wrong, message in refusals:
         if wrong:
