@@ -18,24 +18,26 @@ Arguments are those of `ISOPOConfig`, of TRL's `ModelConfig` and the ones below,
 by side. The output folder gets the model and its card, `validation.png` and `trainer_state.json`.
 """
 
-import argparse
+import json
+import math
 import os
-import socket
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
-from urllib.parse import urlparse
+from typing import Any
 
 import embedded
 import torch
-import yaml
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from command_line import Parser
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from jinja2 import TemplateError
+from preflight import check_machine, checkpoint, in_short
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import (
     GRPOConfig,
     GRPOTrainer,
@@ -47,6 +49,7 @@ from trl import (
 )
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
+from isopo_trl.bounds import check_bounds
 from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k, strict_gsm8k_reward
 from isopo_trl.gsm8k.data import INSTRUCTION, checked
 from isopo_trl.validation import ValidationCallback
@@ -57,8 +60,21 @@ NO_RESCALING = "none"  # the rule that makes ISOPO REINFORCE
 EMBEDDED = "embedded"
 HUB_MODEL, HUB_DATASET = "Qwen/Qwen3-0.6B", "openai/gsm8k"
 OWN = {field.name for field in fields(ISOPOConfig)} - {field.name for field in fields(GRPOConfig)}
-# Settings of a rule, which REINFORCE does without
-OF_A_RULE = ("fisher_power", "norm_power", "relative_power", "regularization", "keep_small", "scale")
+# Rules and their settings, which REINFORCE does without
+OF_A_RULE = (
+    "rule",
+    "fisher_power",
+    "norm_power",
+    "relative_power",
+    "regularization",
+    "regularization_decay",
+    "keep_small",
+    "fisher_samples",
+    "scale",
+)
+
+# What is wrong with the arguments or the machine is said in these, until training begins
+REFUSALS = (ValueError, OSError, ImportError, RuntimeError)
 
 # Where nothing else is said
 DEFAULTS = {
@@ -136,10 +152,24 @@ class GSM8KArguments(ScriptArguments):
     validation_steps: int = field(default=25, metadata={"help": "Optimizer steps between two validations."})
     validation_size: int = field(default=200, metadata={"help": "Problems to validate with; 0 for no validation."})
 
+    def __post_init__(self):
+        if not 0 <= self.format_weight < math.inf:
+            raise ValueError(f"--format_weight {self.format_weight} must be finite and not negative.")
+        if self.validation_steps < 1 or self.validation_size < 0:
+            raise ValueError(
+                f"--validation_steps {self.validation_steps} must be at least 1, and --validation_size "
+                f"{self.validation_size} at least 0 (for no validation)."
+            )
+
 
 def say(text: str = "") -> None:
     if PartialState().is_main_process:
         print(text, flush=True)
+
+
+def look_up(what: str) -> None:
+    """Say, before it takes its time, what is asked of the Hub."""
+    say(f"Looking up the {what} on the Hub (up to a minute, if it does not answer).")
 
 
 # What to train on
@@ -170,85 +200,60 @@ def choose(model: str | None, dataset: str | None) -> tuple[str, str, str]:
     return HUB_MODEL, HUB_DATASET, "nothing was asked for, there is a GPU, and the Hub can be reached"
 
 
-def given(arguments: list[str], *names: str) -> list[str | None]:
-    """What the command line, or else the file after `--config`, says of these arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config", *names):
-        parser.add_argument(f"--{name}")
-    found, _ = parser.parse_known_args(arguments)
-    config = {}
-    if found.config:
-        try:
-            with open(found.config) as file:
-                config = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{found.config} is not valid YAML: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{found.config} is not a list of settings: it should have lines such as `rule: fisher`.")
-    return [getattr(found, name) or config.get(name) for name in names]
+def check(given: dict[str, Any]) -> None:
+    """Raise where arguments would be misunderstood, or come to nothing."""
+    trainer = given.get("trainer", TRAINERS[0])
+    weights = given.get("reward_weights") or []
+    refusals = [
+        (trainer not in TRAINERS, f"--trainer {trainer} is unknown: choose one of {', '.join(TRAINERS)}."),
+        (
+            given.get("dataset") and given.get("dataset_name"),
+            "--dataset and --dataset_name are the same thing: leave one of them out.",
+        ),
+        (given.get("max_steps") == 0, "--max_steps 0 would be no limit: give it a positive value, or leave it out."),
+        (
+            given.get("dataset_streaming") or given.get("ignore_bias_buffers"),
+            "--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.",
+        ),
+        (given.get("remove_unused_columns"), "--remove_unused_columns would remove the answers: leave it out."),
+        (given.get("eval_on_start"), "--eval_on_start has no effect here: --validation_steps does that."),
+        (
+            not all(map(math.isfinite, [given.get("beta", 0.0), *weights])),
+            "--beta and --reward_weights must be finite numbers.",
+        ),
+    ]
+    for wrong, message in refusals:
+        if wrong:
+            raise ValueError(message)
 
 
 def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
     """All arguments, after saying which model and data set they mean, and why."""
-    names = ("trainer", "rule", "model_name_or_path", "dataset", "dataset_name")
-    trainer, rule, model, dataset, name = given(arguments, *names)
-    if (trainer or TRAINERS[0]) not in TRAINERS:
-        raise ValueError(f"--trainer {trainer} is unknown: choose one of {', '.join(TRAINERS)}.")
-    model, dataset, reason = choose(model, dataset or name)
+    parser = Parser((GSM8KArguments, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS)
+    given = parser.given(arguments)
+    check(given)
+    trainer = given.get("trainer", TRAINERS[0])
+    model, dataset, reason = choose(given.get("model_name_or_path"), given.get("dataset") or given.get("dataset_name"))
     say(f"Model {model}, problems {dataset}: {reason}.")
-
-    config = GRPOConfig if trainer == "grpo" else ISOPOConfig
-    parser = TrlParser((GSM8KArguments, config, ModelConfig))
-    defaults = {**DEFAULTS, "output_dir": f"outputs/gsm8k-{trainer or TRAINERS[0]}"}
+    defaults = {**DEFAULTS, "output_dir": f"outputs/gsm8k-{trainer}"}
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
     if model == EMBEDDED:
         defaults |= SMALL
-        if rule == NO_RESCALING:  # which has nothing to regularise
-            del defaults["regularization"]
-    parser.set_defaults_with_config(**defaults)
-    *parsed, rest = parser.parse_args_and_config(arguments, return_remaining_strings=True)
-    unknown = [word for word in rest if word.startswith("--") and word[2:].split("=")[0] not in OWN]
-    if unknown or (rest and trainer != "grpo"):
-        raise ValueError(f"{' '.join(unknown or rest)} is not an argument of this script: see --help.")
-    if rest:
-        say(f"Not used by GRPO: {' '.join(rest)}.")
-    script_args, args, model_args = parsed
-    if script_args.dataset_streaming or script_args.ignore_bias_buffers:
-        raise ValueError("--dataset_streaming and --ignore_bias_buffers have no effect here: leave them out.")
-    script_args.dataset, model_args.model_name_or_path = dataset, model
+    idle = {"isopo": (), "reinforce": OF_A_RULE, "grpo": OWN}[trainer]
+    if given.get("rule") == NO_RESCALING or trainer != "isopo":
+        defaults.pop("regularization", None)  # there is nothing to regularise
+    unused = [f"--{name} {given.pop(name)}" for name in list(given) if name in idle]
+    if unused:
+        say(f"Not used by {trainer.upper()}: {' '.join(unused)}.")
     if trainer == "reinforce":
-        args.rule = NO_RESCALING
-        for name in OF_A_RULE:
-            setattr(args, name, getattr(ISOPOConfig, name))
-    return script_args, args, model_args
-
-
-def check_machine(args: GRPOConfig) -> None:
-    """Raise, before anything long starts, if the output cannot be written or vLLM is not there."""
-    try:
-        os.makedirs(args.output_dir, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.output_dir).close()
-    except OSError as error:
-        raise ValueError(
-            f"--output_dir {args.output_dir} cannot be written to ({error.strerror}): choose another folder."
-        ) from error
-    if not args.use_vllm:
-        return
-    if args.vllm_mode == "server":
-        host, port = args.vllm_server_host, args.vllm_server_port
-        if args.vllm_server_base_url:
-            address = urlparse(args.vllm_server_base_url)
-            host, port = address.hostname, address.port
-        try:
-            socket.create_connection((host, port), timeout=5).close()
-        except OSError as error:
-            raise ValueError(
-                f"No vLLM server answers at {host}:{port}: start one (see docs/distributed.md), or use "
-                "--vllm_mode colocate."
-            ) from error
-    elif find_spec("vllm") is None:
-        raise ValueError("--use_vllm needs the package vllm: pip install vllm, or leave --use_vllm out.")
+        given["rule"] = NO_RESCALING
+    if trainer == "grpo" and given.get("epsilon", 0) is None:  # ISOPO's way to say that nothing is clipped
+        del given["epsilon"]
+    settings = {**defaults, **given, "dataset": dataset, "model_name_or_path": model}
+    check_bounds(settings)
+    config = GRPOConfig if trainer == "grpo" else ISOPOConfig
+    return TrlParser((GSM8KArguments, config, ModelConfig)).parse_dict(settings)
 
 
 def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig):
@@ -265,6 +270,8 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         problems = checked(embedded.from_reasoning_gym(name, "train", 5000), name)
         held_out = checked(embedded.from_reasoning_gym(name, "test", 500), name)
     else:
+        if not os.path.exists(name):
+            look_up(f"data set {name}")
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         problems, held_out = load_gsm8k(name, script_args.dataset_config, *splits)
     if model_args.model_name_or_path == EMBEDDED:
@@ -273,19 +280,42 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         with PartialState().local_main_process_first():
             model_args.model_name_or_path = embedded.model_path()
     name = model_args.model_name_or_path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code, padding_side="left"
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"The model {name!r} is neither a folder nor could it be loaded from the Hub: {reason}"
-        ) from error
+    tokenizer = load_tokenizer(name, model_args.model_revision, args.trust_remote_code)
     if chat and not tokenizer.chat_template:
         raise ValueError(f"{name} has no chat template: use an instruct model, or --plain_text for a base model.")
     prompts = [as_prompts(rows, instruction, chat, template) for rows in (problems, held_out)]
+    if chat:
+        try:
+            tokenizer.apply_chat_template(prompts[0][0]["prompt"], tokenize=False, **(args.chat_template_kwargs or {}))
+        except TemplateError as error:  # such as one for a system message, which some models do not know
+            raise ValueError(
+                f"The chat template of {name} does not take these prompts: {in_short(error)}. With --user_template "
+                "and without --instruction there is no system message."
+            ) from error
     return *prompts, tokenizer
+
+
+def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool):
+    """The tokenizer of a model whose configuration can be read as well."""
+    local = os.path.isdir(name)
+    if not local:
+        look_up(f"model {name}")
+    elif not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(f"The folder {name} has no config.json: it should be that of a whole model.")
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(name, **where)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", **where)
+    except Exception as error:  # of many kinds, where a file is damaged
+        kind = "is a folder, but could not be loaded"
+        if not local:
+            kind = "is neither a folder nor could it be loaded from the Hub"
+        raise ValueError(f"The model {name!r} {kind}: {in_short(error)}") from error
+    if not config.architectures:
+        raise ValueError(f"The configuration of {name} names no architecture: add it to config.json.")
+    if not tokenizer("1 + 1").input_ids:
+        raise ValueError(f"{name} has no tokenizer, or an empty one: look for tokenizer.json.")
+    return tokenizer
 
 
 def correctness(script_args: GSM8KArguments):
@@ -304,16 +334,26 @@ def build(script_args, args, model_args, train, tokenizer) -> GRPOTrainer:
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
-    args.model_init_kwargs = {**settings, **(args.model_init_kwargs or {})}
-    return (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer)(
-        model=model_args.model_name_or_path,
-        reward_funcs=rewards,
-        args=args,
-        train_dataset=train,
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    given = args.model_init_kwargs or {}
+    args.model_init_kwargs = {**settings, **given}
+    try:
+        return (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer)(
+            model=model_args.model_name_or_path,
+            reward_funcs=rewards,
+            args=args,
+            train_dataset=train,
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    except SafetensorError as error:
+        raise ValueError(
+            f"The weights of {model_args.model_name_or_path} are damaged ({error}): download or save them again."
+        ) from error
+    except TypeError as error:
+        if not given:
+            raise
+        raise ValueError(f"--model_init_kwargs {json.dumps(given)} cannot be used: {error}") from error
 
 
 # What is shown
@@ -325,6 +365,11 @@ class Progress(ProgressCallback):
     def __init__(self, correctness: str):
         super().__init__()
         self.correctness = correctness  # name of the reward for the right number
+        self.begun = False  # whether training has, on this rank
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        self.begun = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or self.training_bar is None:
@@ -368,29 +413,43 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
         say(f"\nCurves: {validation.picture}")
 
 
+def refuse(text: str) -> int:
+    print(f"gsm8k.py: {' '.join(text.split())}", file=sys.stderr)
+    return 2
+
+
 def main(arguments: list[str]) -> int:
     try:
         script_args, args, model_args = read_arguments(arguments)
+        if args.push_to_hub:
+            say("Asking the Hub who you are, for --push_to_hub.")
         check_machine(args)
+        resume = checkpoint(args)
         train, held_out, tokenizer = load(script_args, args, model_args)
         trainer = build(script_args, args, model_args, train, tokenizer)
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         reward = correctness(script_args)
-        trainer.add_callback(Progress(reward.__name__))
+        progress = Progress(reward.__name__)
+        trainer.add_callback(progress)
         validation = None
         if script_args.validation_size:
             held_out = held_out.select(range(min(script_args.validation_size, len(held_out))))
             validation = ValidationCallback(trainer, held_out, reward, script_args.validation_steps)
             trainer.add_callback(validation)
-    except (ValueError, OSError, ImportError, torch.distributed.DistNetworkError) as error:
-        print(f"gsm8k.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    except REFUSALS as error:
+        return refuse(str(error))
     if isinstance(trainer, ISOPOTrainer):
         say(f"ISOPO, rule {args.rule!r}, on {len(trainer.isopo.coverage())} parameters.")
 
     start = time.monotonic()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    except Exception as error:
+        if progress.begun or not (resume or isinstance(error, REFUSALS)):
+            raise
+        reason = str(error) if isinstance(error, REFUSALS) else in_short(error)
+        return refuse(f"Training cannot go on from {args.resume_from_checkpoint}: {reason}" if resume else reason)
     report(trainer, validation, time.monotonic() - start)
     trainer.save_state()
     trainer.save_model()

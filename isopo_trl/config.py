@@ -6,6 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from .bounds import check_bounds
 from .isopo import check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
@@ -209,6 +210,7 @@ class ISOPOConfig(GRPOConfig):
                 setattr(self, name, value)
         if self.epsilon is None:
             self.epsilon = _of_grpo("epsilon")
+        check_bounds(vars(self))
         super().__post_init__()
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction

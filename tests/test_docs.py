@@ -262,6 +262,7 @@ OWN -= {field.name for field in dataclasses.fields(TrainingArguments)}
 STATUS = documented("Every setting of GRPOConfig")
 # A value that is not the default, where one more or the opposite will not do
 VALUES = {
+    "top_p": 0.9,
     "model_init_kwargs": {"dtype": "float32"},
     "num_generations": 2,
     "num_generations_eval": 4,

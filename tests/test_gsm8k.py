@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from trl import GRPOTrainer
 from isopo_trl import ISOPOTrainer
 from isopo_trl.gsm8k import gsm8k_reward, strict_gsm8k_reward
 from isopo_trl.gsm8k.data import INSTRUCTION
+from isopo_trl.rules.registry import rule_names, rule_settings
 from tests import tiny
 
 
@@ -149,6 +153,70 @@ def test_every_rule_can_be_tried_on_the_embedded_default(gsm8k):
     assert args.rule == "none" and args.regularization is None
 
 
+def test_every_spelling_means_the_model_and_the_method_that_were_asked_for(gsm8k, given, tmp_path):
+    model, *rest = given
+    name = model.partition("=")[2]
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model-name-or-path: {name}\ntrainer: reinforce\nlearning-rate: 1e-4\n")
+    for words in (
+        ["--model-name-or-path", name, "--trainer", "reinforce", "--learning-rate", "1e-4"],
+        [f"--model-name-or-path={name}", "--trainer=reinforce", "--learning-rate=1e-4"],
+        ["--model_name_or_path", name, "--trainer", "reinforce", "--learning_rate", "1e-4"],
+        ["--config", str(config)],
+        [f"--config={config}"],
+    ):
+        script_args, args, model_args = gsm8k.read_arguments([*rest, *words])
+        assert model_args.model_name_or_path == name
+        assert script_args.trainer == "reinforce" and args.rule == "none" and args.learning_rate == 1e-4
+
+
+def test_an_abbreviation_trains_nothing(gsm8k, given, capsys):
+    for words, meant in (
+        (["--model_name_or", "tiny"], "--model_name_or_path"),
+        (["--model-name", "tiny"], "--model_name_or_path"),
+        (["--traine", "reinforce"], "--trainer"),
+        (["--rul=npg"], "--rule"),
+        (["--conf", "run.yaml"], "--config"),
+    ):
+        said = refused(gsm8k, capsys, [*given, *words])
+        assert f"{words[0].split('=')[0]} is not an argument of this script: did you mean {meant}" in said
+
+
+def test_what_a_method_does_not_use_is_said_setting_by_setting(gsm8k, given, capsys):
+    own = [field for field in fields(gsm8k.ISOPOConfig) if field.name in gsm8k.OWN]
+    words = [f"--{field.name}={1 if field.default in (None, 'none') else field.default}" for field in own]
+    gsm8k.read_arguments([*given, "--trainer=grpo", *words])
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "Not used by GRPO" in line]
+    assert {word for word in said.split() if word.startswith("--")} == {f"--{name}" for name in gsm8k.OWN}
+
+    of_a_rule = {name for rule in rule_names() for name in rule_settings(rule)} & gsm8k.OWN
+    assert of_a_rule <= set(gsm8k.OF_A_RULE) <= gsm8k.OWN
+    _, args, _ = gsm8k.read_arguments(
+        [*given, "--trainer=reinforce", "--rule=npg", "--scale=paper", "--token_weights=p3o"]
+    )
+    assert "Not used by REINFORCE: --rule npg --scale paper." in capsys.readouterr().out
+    assert args.rule == "none" and args.scale == "relative" and args.token_weights == "p3o"
+
+
+def test_the_file_means_what_it_says(gsm8k, given, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "save_strategy: no\nscale_rewards: false\nreport_to: []\nregularization: null\nuse_peft: yes\n"
+        "lora_target_modules: [q_proj, v_proj]\nreward_weights: [1, 0.5]\ntop_k: 5\nlearning_rate: 1e-3\n"
+        "generation_kwargs: {min_new_tokens: 2}\noutput_dir: 2024-01-01\nenv: {OF_THE_EXAMPLE: 5}\n"
+    )
+    try:
+        _, args, model_args = gsm8k.read_arguments([*given, f"--config={config}", "--top_k=7"])
+        assert os.environ["OF_THE_EXAMPLE"] == "5"
+    finally:
+        os.environ.pop("OF_THE_EXAMPLE", None)
+    assert (args.save_strategy, args.scale_rewards, args.report_to) == ("no", "none", [])
+    assert (args.regularization, args.top_k, args.learning_rate) == (None, 7, 1e-3)
+    assert args.reward_weights == [1.0, 0.5] and args.generation_kwargs == {"min_new_tokens": 2}
+    assert model_args.use_peft is True and model_args.lora_target_modules == ["q_proj", "v_proj"]
+    assert args.output_dir == "2024-01-01"
+
+
 def test_the_method_alone_names_the_output_folder(gsm8k, given):
     _, args, _ = gsm8k.read_arguments([*given, "--trainer=grpo"])
     assert args.output_dir == "outputs/gsm8k-grpo"
@@ -251,11 +319,12 @@ def test_accelerate_knows_the_configurations(path):
 
 
 def refused(gsm8k, capsys, arguments) -> str:
-    """The one line that is printed."""
+    """The one line that is printed, the bars of libraries apart."""
     assert gsm8k.main(arguments) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("gsm8k.py: ")
-    return line
+    lines = capsys.readouterr().err.strip().splitlines()
+    lines = [line for line in lines if line.strip() and not re.search(r"\d%\|", line)]
+    assert len(lines) == 1 and lines[0].startswith("gsm8k.py: "), lines
+    return lines[0]
 
 
 def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeypatch):
@@ -268,11 +337,63 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "write {question} where it should go" in refused(gsm8k, capsys, [*given, "--user_template=Solve it."])
     assert "--dataset_streaming" in refused(gsm8k, capsys, [*given, "--dataset_streaming"])
     assert "epsilon" in refused(gsm8k, capsys, [*given, "--epsilon=0.1"])
-    (tmp_path / "list.yaml").write_text("- rule\n")
-    assert "list.yaml" in refused(gsm8k, capsys, [*given, "--config", str(tmp_path / "list.yaml")])
-    assert "absent.yaml" in refused(gsm8k, capsys, [*given, "--config", "absent.yaml"])
-    (tmp_path / "broken.yaml").write_text("rule: [\n")
-    assert "broken.yaml" in refused(gsm8k, capsys, [*given, "--config", "broken.yaml"])
+    for name, value in (
+        *[("num_generations", value) for value in ("0", "-2", "two", "2.5")],
+        *[("temperature", value) for value in ("0", "-1", "nan", "inf")],
+        *[("learning_rate", value) for value in ("nan", "-1", "inf")],
+        *[("format_weight", value) for value in ("nan", "inf", "-1")],
+        *[("reward_weights", value) for value in ("nan", "inf")],
+        ("beta", "nan"),
+        ("per_device_train_batch_size", "0"),
+        ("gradient_accumulation_steps", "0"),
+        ("max_steps", "0"),
+        ("validation_size", "-1"),
+        ("validation_steps", "0"),
+        ("scale_rewards", "False"),
+        ("model_init_kwargs", "5"),
+        ("generation_kwargs", "{"),
+        *[(name, "") for name in ("model_name_or_path", "dataset", "trainer", "rule", "output_dir", "report_to")],
+    ):
+        for trainer in ("isopo", "grpo"):
+            said = refused(gsm8k, capsys, [*given, f"--trainer={trainer}", f"--{name}={value}"])
+            assert name in said, said
+    assert "the same thing" in refused(gsm8k, capsys, [*given, "--dataset_name=other.jsonl"])
+    assert "remove the answers" in refused(gsm8k, capsys, [*given, "--remove_unused_columns"])
+    assert "stray is not an argument" in refused(gsm8k, capsys, [*given, "stray"])
+
+
+def test_a_bad_file_of_arguments_gives_one_sentence_that_names_it(gsm8k, given, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for content, words in (
+        (b"", "not a list of settings"),
+        (b"- rule\n", "not a list of settings"),
+        (b"5: 1\n", "not a list of settings"),
+        (b"rule: [\n", "not valid YAML"),
+        (b"[" * 1000, "not valid YAML"),
+        (b"\x00\x01", "not valid YAML"),
+        (b"\xff\xfe", "not valid YAML"),
+        (b"rule: fisher\n---\nrule: npg\n", "not valid YAML"),
+        (b"rule: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+        (b"rule: fisher\nrule: npg\n", "`rule` is there twice"),
+        (b"model_name_or_path: a\nmodel-name-or-path: b\n", "`model-name-or-path` is there twice"),
+        (b"nonsense: 1\n", "nonsense is not an argument"),
+        (b"traine: grpo\n", "did you mean --trainer"),
+        (b"num_generations: two\n", "invalid int value: 'two'"),
+        (b"num_generations: true\n", "invalid int value: 'True'"),
+        (b"num_generations: [2]\n", "`num_generations` is [2]"),
+        (b"rule: {a: b}\n", "`rule` is {'a': 'b'}"),
+        (b"trainer:\n", "`trainer` is None"),
+        (b"reward_weights: [a]\n", "invalid float value: 'a'"),
+        (b"use_peft: maybe\n", "got maybe"),
+        (b"env: 5\n", "`env` is 5"),
+    ):
+        (tmp_path / "run.yaml").write_bytes(content)
+        said = refused(gsm8k, capsys, [*given, "--config", "run.yaml"])
+        assert said.startswith("gsm8k.py: run.yaml: ") and words in said, said
+    for content in ("learning_rate: .nan\n", "temperature: -.inf\n", "format-weight: .inf\n"):
+        (tmp_path / "run.yaml").write_text(content)
+        assert "must be" in refused(gsm8k, capsys, [*given, "--config=run.yaml"])
+    assert "absent.yaml: the file cannot be read" in refused(gsm8k, capsys, [*given, "--config", "absent.yaml"])
 
 
 def test_bad_data_gives_one_sentence(gsm8k, given, tmp_path, capsys):
@@ -283,6 +404,19 @@ def test_bad_data_gives_one_sentence(gsm8k, given, tmp_path, capsys):
     assert "problems.jsonl, line 2 is not valid JSON" in refused(gsm8k, capsys, [*rest, f"--dataset={path}"])
     path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps({"prompt": "?", "answer": "1"}))
     assert "line 2 has no 'question'" in refused(gsm8k, capsys, [*rest, f"--dataset={path}"])
+    for line, words in (
+        ('{"question": ["?"], "answer": 1}', "the first should be a text"),
+        ('{"question": NaN, "answer": 1}', "the first should be a text"),
+        ('{"question": "?", "answer": {"a": 1}}', "the second a text or a number"),
+        ('{"question": "?", "question": "!", "answer": 1}', "a name is there twice"),
+        ('{"question": " ", "answer": 1}', "has no 'question'"),
+        ('{"question": "\\ud800", "answer": 1}', "half of a character"),
+        ("[" * 100000, "not valid JSON"),
+        ("[1]", "not a JSON object"),
+    ):
+        path.write_text(json.dumps(ROWS[0]) + "\n" + line)
+        said = refused(gsm8k, capsys, [*rest, f"--dataset={path}"])
+        assert "problems.jsonl, line 2 " in said and words in said, said
     path.write_text(json.dumps({"question": "?", "answer": "who knows"}))
     assert "line 1 has an answer without a number" in refused(gsm8k, capsys, [*rest, f"--dataset={path}"])
     assert "'no/such' is neither a file nor" in refused(gsm8k, capsys, [*rest, "--dataset=no/such"])
@@ -293,7 +427,30 @@ def test_bad_models_give_one_sentence(gsm8k, given, tmp_path, capsys):
     rest = [*rest, f"--output_dir={tmp_path / 'out'}"]
     said = refused(gsm8k, capsys, [f"--model_name_or_path={tmp_path / 'nowhere'}", *rest])
     assert "nowhere" in said
+    (tmp_path / "empty").mkdir()
+    said = refused(gsm8k, capsys, [f"--model_name_or_path={tmp_path / 'empty'}", *rest])
+    assert "The folder" in said and "has no config.json" in said
+
     folder = tiny.save(tmp_path / "base", "qwen3")
+    capsys.readouterr()  # the bars of saving
+    for name, content, words in (
+        ("model.safetensors", (Path(folder) / "model.safetensors").read_bytes()[:-100], "are damaged"),
+        ("model.safetensors", b"", "are damaged"),
+        ("config.json", b"{", "is not a valid JSON file"),
+        ("config.json", b"[]", "is a folder, but could not be loaded"),
+        ("config.json", b'{"model_type": "qwen3"}', "names no architecture"),
+        ("tokenizer.json", b"{}", "is a folder, but could not be loaded"),
+        ("chat_template.jinja", b"{% if", "does not take these prompts"),
+        ("chat_template.jinja", b"{{ raise_exception('no system role') }}", "does not take these prompts"),
+    ):
+        damaged = tmp_path / "damaged"
+        shutil.copytree(folder, damaged)
+        (damaged / name).write_bytes(content)
+        said = refused(gsm8k, capsys, [f"--model_name_or_path={damaged}", *rest])
+        assert "damaged" in said and words in said, said
+        shutil.rmtree(damaged)
+    said = refused(gsm8k, capsys, [f"--model_name_or_path={folder}", *rest, '--model_init_kwargs={"nonsense": 1}'])
+    assert "--model_init_kwargs" in said and "'nonsense'" in said
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = None
     for file in Path(folder).glob("chat_template*"):
@@ -305,6 +462,53 @@ def test_bad_models_give_one_sentence(gsm8k, given, tmp_path, capsys):
     assert built(gsm8k, [f"--model_name_or_path={folder}", *rest, "--plain_text"])
 
 
+def test_what_is_looked_up_on_the_hub_is_said_before_it_takes_its_time(gsm8k, given, tmp_path, capsys):
+    model, data, *rest = [*given, f"--output_dir={tmp_path}"]
+    for what, arguments in (
+        ("model no/such", ["--model_name_or_path=no/such", data]),
+        ("data set no/such", [model, "--dataset=no/such"]),
+    ):
+        assert gsm8k.main([*arguments, *rest]) == 2
+        printed = capsys.readouterr()
+        assert f"Looking up the {what} on the Hub" in printed.out.splitlines()[-1]
+        assert len(printed.err.splitlines()) == 1
+
+
+def test_a_checkpoint_that_is_none_gives_one_sentence(gsm8k, given, tmp_path, capsys):
+    rest = [*given, f"--output_dir={tmp_path / 'out'}"]
+    model = given[0].partition("=")[2]
+    assert "nonsense is not a folder" in refused(gsm8k, capsys, [*rest, "--resume_from_checkpoint=nonsense"])
+    assert "is empty" in refused(gsm8k, capsys, [*rest, "--resume_from_checkpoint="])
+    assert "there is no checkpoint in" in refused(gsm8k, capsys, [*rest, "--resume_from_checkpoint=true"])
+    assert "has no trainer_state.json" in refused(gsm8k, capsys, [*rest, f"--resume_from_checkpoint={model}"])
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    for content in ("", "{", "[]", "{}", '{"nonsense": 1}'):
+        (damaged / "trainer_state.json").write_text(content)
+        said = refused(gsm8k, capsys, [*rest, "--validation_size=0", f"--resume_from_checkpoint={damaged}"])
+        assert f"Training cannot go on from {damaged}: " in said
+
+
+def test_what_goes_wrong_in_training_is_shown_in_full(gsm8k, given, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise ValueError("not the arguments")
+
+    monkeypatch.setattr(gsm8k, "gsm8k_reward", broken)
+    broken.__name__ = "gsm8k_reward"
+    with pytest.raises(ValueError, match="not the arguments"):
+        gsm8k.main([*given, f"--output_dir={tmp_path}", "--validation_size=0"])
+
+
+def test_a_tracker_or_an_account_that_is_not_there_gives_one_sentence(gsm8k, given, tmp_path, capsys):
+    rest = [*given, f"--output_dir={tmp_path}"]
+    assert "--report_to nonsense: there is no such tracker" in refused(gsm8k, capsys, [*rest, "--report_to=nonsense"])
+    missing = [name for name in ("wandb", "mlflow", "comet_ml", "neptune") if find_spec(name) is None]
+    for name in missing:
+        assert "is not installed" in refused(gsm8k, capsys, [*rest, f"--report_to={name}"])
+    for token in ([], ["--hub_token=hf_nonsense"]):
+        assert "--push_to_hub needs a Hub" in refused(gsm8k, capsys, [*rest, "--push_to_hub", *token])
+
+
 def test_a_folder_that_cannot_be_written_gives_one_sentence(gsm8k, given, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     said = refused(gsm8k, capsys, [*given, f"--output_dir={tmp_path / 'file' / 'out'}"])
@@ -313,13 +517,31 @@ def test_a_folder_that_cannot_be_written_gives_one_sentence(gsm8k, given, tmp_pa
 
 def test_vllm_that_is_not_there_gives_one_sentence(gsm8k, given, tmp_path, capsys):
     rest = [*given, f"--output_dir={tmp_path}", "--use_vllm"]
-    if not gsm8k.find_spec("vllm"):
+    if not find_spec("vllm"):
         assert "needs the package vllm" in refused(gsm8k, capsys, [*rest, "--vllm_mode=colocate"])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     server = ["--vllm_mode=server", "--vllm_server_host=127.0.0.1", f"--vllm_server_port={port}"]
     assert f"No vLLM server answers at 127.0.0.1:{port}" in refused(gsm8k, capsys, [*rest, *server])
+    for url in ("127.0.0.1:8000", "http://", "http://127.0.0.1:x", "http://127.0.0.1:99999", "nonsense"):
+        said = refused(gsm8k, capsys, [*rest, "--vllm_mode=server", f"--vllm_server_base_url={url}"])
+        assert f"{url} is not an address such as http://localhost:8000" in said
+
+
+def test_an_address_without_a_port_has_that_of_its_scheme(gsm8k, given, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def nobody(address, timeout):
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", nobody)
+    rest = [*given, f"--output_dir={tmp_path}", "--use_vllm", "--vllm_mode=server"]
+    for url in ("http://host", "https://host/path"):
+        said = refused(gsm8k, capsys, [*rest, f"--vllm_server_base_url={url}"])
+        assert f"{url} names no port" in said and "8000" in said
+    assert asked == [("host", 80), ("host", 443)]
 
 
 def test_a_port_in_use_gives_one_sentence(given, tmp_path):

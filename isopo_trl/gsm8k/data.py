@@ -65,7 +65,7 @@ def read_problems(path: str) -> Dataset:
     """Problems from a file of JSON lines; a broken line is an error that names it."""
     rows = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # a mark of the byte order may stand at the beginning
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     rows.append(_parsed(line, f"{path}, line {number}"))
@@ -80,13 +80,20 @@ def read_problems(path: str) -> Dataset:
 
 def _parsed(line: str, where: str) -> dict[str, str]:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        row = json.loads(line, object_pairs_hook=_no_name_twice)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON ({error}): every line should be one JSON object.") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object: it should be one with {' and '.join(COLUMNS)}.")
     _check(row, where)
     return {name: str(row[name]) for name in COLUMNS}
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a name is there twice: " + ", ".join(name for name, _ in pairs))
+    return row
 
 
 def checked(dataset: Dataset, name: str) -> Dataset:
@@ -104,9 +111,18 @@ def checked(dataset: Dataset, name: str) -> Dataset:
 
 def _check(row: dict[str, Any], where: str) -> None:
     for column in COLUMNS:
-        if row.get(column) in (None, ""):
+        if row.get(column) is None or str(row[column]).strip() == "":
             given = ", ".join(row) or "nothing"
             raise ValueError(f"{where} has no {column!r} (it has {given}): every row needs {' and '.join(COLUMNS)}.")
+    if not isinstance(row["question"], str) or not isinstance(row["answer"], str | int | float):
+        raise ValueError(
+            f"{where} has the question {row['question']!r} and the answer {row['answer']!r}: the first should be a "
+            "text, the second a text or a number."
+        )
+    try:
+        row["question"].encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has a question with half of a character: {row['question']!r}.") from error
     if extract_answer(str(row["answer"])) is None:
         raise ValueError(
             f"{where} has an answer without a number: {str(row['answer'])[-80:]!r}. It should be a solution "

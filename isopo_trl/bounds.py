@@ -1,0 +1,53 @@
+"""Ranges of GRPO's own settings: outside of them TRL divides by zero, or trains with what is not a number."""
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+
+Bound = tuple[Callable[[float], bool], str]
+
+AT_LEAST_ONE: Bound = (lambda x: 1 <= x < math.inf, "at least 1")
+POSITIVE: Bound = (lambda x: 0 < x < math.inf, "positive and finite")
+NOT_NEGATIVE: Bound = (lambda x: 0 <= x < math.inf, "finite and not negative")
+
+BOUNDS: dict[str, Bound] = {
+    "num_generations": (lambda x: 2 <= x < math.inf, "at least 2, for advantages within a group"),
+    "per_device_train_batch_size": AT_LEAST_ONE,
+    "gradient_accumulation_steps": AT_LEAST_ONE,
+    "generation_batch_size": AT_LEAST_ONE,
+    "steps_per_generation": AT_LEAST_ONE,
+    "num_iterations": AT_LEAST_ONE,
+    "max_completion_length": AT_LEAST_ONE,
+    "temperature": POSITIVE,
+    "repetition_penalty": POSITIVE,
+    "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+    "top_k": (lambda x: 0 <= x < math.inf, "at least 0 (which turns it off)"),
+    "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "learning_rate": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE,
+    "max_grad_norm": (lambda x: x >= 0, "at least 0 (which turns clipping off)"),
+    "num_train_epochs": NOT_NEGATIVE,
+    "neftune_noise_alpha": NOT_NEGATIVE,
+}
+# What TRL looks at during the first step only
+CHOICES = {
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+
+
+def check_bounds(settings: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for a setting of GRPO's that is out of range; `None` mostly means that it is not used."""
+    for name, (holds, expected) in BOUNDS.items():
+        value = settings.get(name)
+        if value is None and name != "num_generations":
+            continue
+        if not (isinstance(value, Real) and holds(float(value))):
+            raise ValueError(f"{name}={value!r} must be {expected}.")
+    for name, choices in CHOICES.items():
+        if settings.get(name, choices[0]) not in choices:
+            names = ", ".join(repr(choice) for choice in choices if isinstance(choice, str))
+            raise ValueError(f"{name}={settings[name]!r} must be one of {names}.")
