@@ -6,6 +6,7 @@ parameters. So `G[t]` is the gradient of position t, `V = sum_t G[t]` that of th
 paper follow on flat vectors. Two uses of one parameter (tied embedding and head) are two entries.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -162,6 +163,17 @@ EXPONENTS = {
 }
 
 
+# A norm of less than 256 units of rounding of float64, beside the root mean square of the others, is no gradient
+NOISE = 2.0**-44
+
+
+def without_noise(norms, running_mean_square=None, level=NOISE):
+    """The norms of a microbatch, with 0 for those that are rounding noise; what is not finite is left as it is."""
+    finite = [x for x in norms if math.isfinite(x)]
+    largest = max(sum(x * x for x in finite) / len(norms), running_mean_square or 0.0)
+    return [0.0 if x < level * largest**0.5 else x for x in norms]
+
+
 def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None):
     """
     The coefficient of each sequence by the formulas: `V` `[m, parameters]`, `G_samples` `[n, parameters]`.
@@ -174,7 +186,8 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
         if not alive:
             return torch.zeros(len(V), dtype=V.dtype)
         K = V[alive] @ V[alive].T
-        mean = K.trace().item() / len(alive) if history is None else history["norm^2"]
+        counted = [x * x for x in without_noise(N, None if history is None else history["norm^2"]) if x > 0]
+        mean = sum(counted) / len(counted) if history is None else history["norm^2"]
         c0 = (1.0 if regularization is None else regularization) * mean
         solution = torch.linalg.solve(K + c0 * torch.eye(len(alive), dtype=V.dtype), A[alive].to(V.dtype))
         c = torch.zeros(len(V), dtype=V.dtype)
@@ -184,6 +197,9 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     lam = regularization or 0.0
     weight = G_samples.square().sum().item()
     F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]
+    F, N = (
+        without_noise(x, None if history is None else history[name]) for name, x in (("fisher^2", F), ("norm^2", N))
+    )
     values = {"fisher": F, "norm": N, "relative": [f / n if n > 0 else 0.0 for f, n in zip(F, N, strict=True)]}
     used = [name for name, e in zip(values, exponents, strict=True) if e]
     looked_at = {"fisher": ["fisher"], "norm": ["norm"], "relative": ["fisher", "norm"]}

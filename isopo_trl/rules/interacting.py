@@ -4,6 +4,8 @@ The paper's interacting rule, through the layer's neural tangent kernel `K_ij = 
     c = (K + c0 I)^-1 A,    c0 = lambda E[mean eigenvalue of K] = lambda E[N^2]
 
 With `scale="relative"`, `c` is multiplied by `c0`, as in the author's code. Sequences without an advantage take part.
+
+A gradient that cannot be told from rounding stays in `K`, where `c0` keeps it from growing, but out of the means.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..geometry.cost import Needs
-from ..geometry.guarded import alive_sequences, mean_over
+from ..geometry.guarded import alive_sequences, below_noise, mean_over
 from ..geometry.statistics import Statistics
 from .registry import register_rule
 from .rule import Coefficients, Expectations, KernelForm, Rule
@@ -59,9 +61,11 @@ class Interacting(Rule):
         ntk = ntk if loss_scale == 1 else ntk / loss_scale**2
         norm = ntk.diagonal().clamp(min=0).sqrt()
         alive = alive_sequences(None, norm)
-        mean_square = mean_over(norm.square(), alive) if history is None else history.mean_square[1]
+        past = None if history is None else history.mean_square[1]
+        noise = below_noise(norm, past, statistics.ntk.dtype)
+        mean_square = mean_over(norm.square(), alive & ~noise) if past is None else past
         c = solved(ntk, advantages, self.regularization * mean_square, alive, self.scale)
-        return Coefficients(c=c * loss_scale**self.degree if self.scale == "paper" else c, norm=norm)
+        return Coefficients(c=c * loss_scale**self.degree if self.scale == "paper" else c, norm=norm, noise=noise)
 
 
 def solved(
