@@ -182,12 +182,12 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     """
     N = [v.norm().item() for v in V]
     if rule == "interacting":
+        N = without_noise(N, None if history is None else history["norm^2"])
         alive = [s for s in range(len(V)) if N[s] > 0]
         if not alive:
             return torch.zeros(len(V), dtype=V.dtype)
         K = V[alive] @ V[alive].T
-        counted = [x * x for x in without_noise(N, None if history is None else history["norm^2"]) if x > 0]
-        mean = sum(counted) / len(counted) if history is None else history["norm^2"]
+        mean = K.trace().item() / len(alive) if history is None else history["norm^2"]
         c0 = (1.0 if regularization is None else regularization) * mean
         solution = torch.linalg.solve(K + c0 * torch.eye(len(alive), dtype=V.dtype), A[alive].to(V.dtype))
         c = torch.zeros(len(V), dtype=V.dtype)

@@ -307,10 +307,9 @@ def _interacting(
     ntk = ntk * unscale * unscale
     square = tl.sum(tl.where(diagonal, ntk, 0.0), 1)
     N = tl.where(square != square, square, tl.sqrt(tl.maximum(square, 0.0)))
-    alive = present & (N > 0) & (N < float("inf"))
     noise = _below_noise(N, m, known, history + AT_NORM_SQUARE, ACC)
-    own = _mean_over(N * N, alive & (noise == 0))
-    c0 = tl.load(settings + AT_LAMBDA) * _known_or(known, history + AT_NORM_SQUARE, own)
+    alive = present & (N > 0) & (N < float("inf")) & (noise == 0)
+    c0 = tl.load(settings + AT_LAMBDA) * _known_or(known, history + AT_NORM_SQUARE, _mean_over(N * N, alive))
     keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
     unit = tl.where(c0 > 0, c0, 1.0)
     matrix = tl.where(keep[:, None] & keep[None, :], ntk / unit, 0.0) + tl.where(diagonal, 1.0, 0.0)

@@ -5,7 +5,7 @@ The paper's interacting rule, through the layer's neural tangent kernel `K_ij = 
 
 With `scale="relative"`, `c` is multiplied by `c0`, as in the author's code. Sequences without an advantage take part.
 
-A gradient that cannot be told from rounding stays in `K`, where `c0` keeps it from growing, but out of the means.
+A gradient that cannot be told from rounding is left out: with a small lambda its row of `K` would reach the others.
 """
 
 from dataclasses import dataclass
@@ -60,10 +60,10 @@ class Interacting(Rule):
         ntk = statistics.ntk.to(advantages.dtype)
         ntk = ntk if loss_scale == 1 else ntk / loss_scale**2
         norm = ntk.diagonal().clamp(min=0).sqrt()
-        alive = alive_sequences(None, norm)
         past = None if history is None else history.mean_square[1]
         noise = below_noise(norm, past, statistics.ntk.dtype)
-        mean_square = mean_over(norm.square(), alive & ~noise) if past is None else past
+        alive = alive_sequences(None, norm) & ~noise
+        mean_square = mean_over(norm.square(), alive) if past is None else past
         c = solved(ntk, advantages, self.regularization * mean_square, alive, self.scale)
         return Coefficients(c=c * loss_scale**self.degree if self.scale == "paper" else c, norm=norm, noise=noise)
 
