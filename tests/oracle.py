@@ -6,6 +6,7 @@ parameters. So `G[t]` is the gradient of position t, `V = sum_t G[t]` that of th
 paper follow on flat vectors. Two uses of one parameter (tied embedding and head) are two entries.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -162,6 +163,17 @@ EXPONENTS = {
 }
 
 
+# A norm of less than 256 units of rounding of float64, beside the root mean square of the others, is no gradient
+NOISE = 2.0**-44
+
+
+def without_noise(norms, running_mean_square=None, level=NOISE):
+    """The norms of a microbatch, with 0 for those that are rounding noise; what is not finite is left as it is."""
+    finite = [x for x in norms if math.isfinite(x)]
+    largest = max(sum(x * x for x in finite) / len(norms), running_mean_square or 0.0)
+    return [0.0 if x < level * largest**0.5 else x for x in norms]
+
+
 def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None):
     """
     The coefficient of each sequence by the formulas: `V` `[m, parameters]`, `G_samples` `[n, parameters]`.
@@ -171,6 +183,7 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     """
     N = [v.norm().item() for v in V]
     if rule == "interacting":
+        N = without_noise(N, None if history is None else history["norm^2"])
         alive = [s for s in range(len(V)) if N[s] > 0]
         if not alive:
             return torch.zeros(len(V), dtype=V.dtype)
@@ -185,6 +198,9 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     lam = 0.1 if regularization is None and any(exponents) else regularization or 0.0
     weight = G_samples.square().sum().item()
     F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]
+    F, N = (
+        without_noise(x, None if history is None else history[name]) for name, x in (("fisher^2", F), ("norm^2", N))
+    )
     values = {"fisher": F, "norm": N, "relative": [f / n if n > 0 else 0.0 for f, n in zip(F, N, strict=True)]}
     used = [name for name, e in zip(values, exponents, strict=True) if e]
     looked_at = {"fisher": ["fisher"], "norm": ["norm"], "relative": ["fisher", "norm"]}

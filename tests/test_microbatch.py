@@ -34,8 +34,8 @@ def test_coefficients_are_the_rules_and_are_entered_at_their_layer():
     given = microbatch()
     assert given.coefficients(2, SQUARES).tolist() == pytest.approx([1 / 2, -3 / 5])
     assert given.visits == [0, 0, 1, 0]
-    expected = torch.zeros(LAYERS, 4, B, dtype=torch.float64)  # c, F, N, f
-    expected[2] = torch.tensor([[1 / 2, -3 / 5], [0, 0], [2, 5], [1 / 2, 1 / 5]])
+    expected = torch.zeros(LAYERS, 5, B, dtype=torch.float64)  # c, F, N, f, noise
+    expected[2] = torch.tensor([[1 / 2, -3 / 5], [0, 0], [2, 5], [1 / 2, 1 / 5], [0, 0]])
     torch.testing.assert_close(given.ledger.table, expected)
 
 

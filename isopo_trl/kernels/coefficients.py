@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
+from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
 from ..rules.rule import Coefficients, KernelForm, Rule
 from .launch import constant, jit, part_of, power_of_two, takes
@@ -63,6 +64,11 @@ TABLE_ROWS = constant(len(Coefficients._fields))
 ROW_FISHER = constant(Coefficients._fields.index("fisher"))
 ROW_NORM = constant(Coefficients._fields.index("norm"))
 ROW_RAW = constant(Coefficients._fields.index("raw"))
+ROW_NOISE = constant(Coefficients._fields.index("noise"))
+
+# Squares of what `below_noise` compares with, by the type of the sums
+NOISE_FLOAT32 = constant(noise_level(torch.float32) ** 2)
+NOISE_FLOAT64 = constant(noise_level(torch.float64) ** 2)
 
 
 def usable(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
@@ -180,6 +186,18 @@ def _known_or(known, history, own):
 
 
 @jit()
+def _below_noise(x, m, known, history, ACC: tl.constexpr):
+    """Which of the norms `x` `[BM]` of m sequences cannot be told from rounding, see [`~geometry.guarded`]."""
+    square = x * x
+    level = tl.sum(tl.where(square < float("inf"), square, 0.0), 0) / m
+    level = tl.where(known, tl.maximum(level, tl.load(history)), level)
+    if ACC == tl.float64:
+        return square < level * NOISE_FLOAT64
+    else:
+        return square < level * NOISE_FLOAT32
+
+
+@jit()
 def _non_interacting(
     fisher_square,
     informed,
@@ -192,11 +210,13 @@ def _non_interacting(
     settings,
     BM: tl.constexpr,
     VARIANT: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     """
     The power rules for all sequences; writes the layer's row of the table.
 
-    `VARIANT` is `variant_of` the rule; `history`, `settings` and `table` are laid out as the constants above say.
+    `VARIANT` is `variant_of` the rule, `ACC` the type in which the statistics were summed; `history`, `settings` and
+    `table` are laid out as the constants above say.
     """
     s = tl.arange(0, BM)
     present = s < m
@@ -211,6 +231,18 @@ def _non_interacting(
     N = tl.sqrt(tl.maximum(norm_square, 0.0)) * unscale
     # `maximum` may drop a NaN
     N = tl.where(norm_square != norm_square, norm_square, N)
+    noise = s < 0
+    table += index * TABLE_ROWS * m
+    tl.store(table + ROW_FISHER * m + s, F, mask=present)
+    tl.store(table + ROW_NORM * m + s, N, mask=present)
+    if VARIANT & OVERLAP:
+        below = _below_noise(F, m, known, history + AT_FISHER_SQUARE, ACC)
+        F = tl.where(below, 0.0, F)
+        noise = noise | below
+    if VARIANT & NORM:
+        below = _below_noise(N, m, known, history + AT_NORM_SQUARE, ACC)
+        N = tl.where(below, 0.0, N)
+        noise = noise | below
     ratio = tl.where(N == 0, 0.0, F / tl.where(N == 0, 1.0, N))
     alive = present
     if VARIANT & OVERLAP:
@@ -240,15 +272,24 @@ def _non_interacting(
         mean = 1.0
     if VARIANT & OVERLAP:
         multiplier = tl.where(informed, multiplier, mean)
-    table += index * TABLE_ROWS * m
     tl.store(table + s, A * multiplier, mask=present)
-    tl.store(table + ROW_FISHER * m + s, F, mask=present)
-    tl.store(table + ROW_NORM * m + s, N, mask=present)
     tl.store(table + ROW_RAW * m + s, raw, mask=present)
+    tl.store(table + ROW_NOISE * m + s, noise.to(tl.float64), mask=present)
 
 
 @jit()
-def _interacting(ntk, m, index, table, advantages, history, settings, BM: tl.constexpr, VARIANT: tl.constexpr):
+def _interacting(
+    ntk,
+    m,
+    index,
+    table,
+    advantages,
+    history,
+    settings,
+    BM: tl.constexpr,
+    VARIANT: tl.constexpr,
+    ACC: tl.constexpr,
+):
     """
     The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table.
 
@@ -266,7 +307,8 @@ def _interacting(ntk, m, index, table, advantages, history, settings, BM: tl.con
     ntk = ntk * unscale * unscale
     square = tl.sum(tl.where(diagonal, ntk, 0.0), 1)
     N = tl.where(square != square, square, tl.sqrt(tl.maximum(square, 0.0)))
-    alive = present & (N > 0) & (N < float("inf"))
+    noise = _below_noise(N, m, known, history + AT_NORM_SQUARE, ACC)
+    alive = present & (N > 0) & (N < float("inf")) & (noise == 0)
     c0 = tl.load(settings + AT_LAMBDA) * _known_or(known, history + AT_NORM_SQUARE, _mean_over(N * N, alive))
     keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
     unit = tl.where(c0 > 0, c0, 1.0)
@@ -288,3 +330,4 @@ def _interacting(ntk, m, index, table, advantages, history, settings, BM: tl.con
     tl.store(table + ROW_FISHER * m + s, tl.zeros((BM,), tl.float64), mask=present)
     tl.store(table + ROW_NORM * m + s, N, mask=present)
     tl.store(table + ROW_RAW * m + s, tl.zeros((BM,), tl.float64), mask=present)
+    tl.store(table + ROW_NOISE * m + s, noise.to(tl.float64), mask=present)

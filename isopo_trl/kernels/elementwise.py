@@ -128,7 +128,7 @@ def _elementwise_kernel(
                 for b in range(blocks):
                     place = b * BM * BM + q[:, None] * BM + q[None, :]
                     kernel += tl.load(ntk + place, cache_modifier=".cg")
-                _interacting(kernel, m, index, table, advantages, history, settings, BM, VARIANT)
+                _interacting(kernel, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
             if VARIANT & (OVERLAP | NORM):
                 fisher_square = tl.zeros((BM,), tl.float64)
                 norm_square = tl.zeros((BM,), tl.float64)
@@ -147,7 +147,18 @@ def _elementwise_kernel(
                     tl.debug_barrier()
                     fisher_square, informed = _fisher_square(partial, norms, m, n, blocks, BM, BB, BN)
                 _non_interacting(
-                    fisher_square, informed, norm_square, m, index, table, advantages, history, settings, BM, VARIANT
+                    fisher_square,
+                    informed,
+                    norm_square,
+                    m,
+                    index,
+                    table,
+                    advantages,
+                    history,
+                    settings,
+                    BM,
+                    VARIANT,
+                    ACC,
                 )
             tl.debug_barrier()
             c = tl.load(table + index * TABLE_ROWS * m + q, mask=q < m, other=0.0, cache_modifier=".cg")

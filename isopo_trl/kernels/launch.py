@@ -66,7 +66,7 @@ def jit(**options: Any) -> Any:
     return triton.jit(**options) if is_triton_available() else lambda function: function
 
 
-def constant(value: int) -> Any:
+def constant(value: float) -> Any:
     """A number that kernels may refer to by its name."""
     # The interpreter, which runs kernels as Python, has plain numbers only
     return tl.constexpr(value) if is_triton_available() and not INTERPRET else value

@@ -121,6 +121,7 @@ def _overlap_kernel(
                 settings,
                 BM,
                 VARIANT,
+                ACC,
             )
 
 

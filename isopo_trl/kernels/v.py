@@ -51,6 +51,7 @@ def _norm_kernel(
     FINISH: tl.constexpr,
     ALIGNED: tl.constexpr,
     VARIANT: tl.constexpr,
+    ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -80,7 +81,18 @@ def _norm_kernel(
             if VARIANT & OVERLAP:
                 fisher_square, informed = _fisher_square(norms + n, norms, m, n, blocks, BM, BB, BN)
             _non_interacting(
-                fisher_square, informed, norm_square, m, index, table, advantages, history, settings, BM, VARIANT
+                fisher_square,
+                informed,
+                norm_square,
+                m,
+                index,
+                table,
+                advantages,
+                history,
+                settings,
+                BM,
+                VARIANT,
+                ACC,
             )
 
 
@@ -140,7 +152,7 @@ def _ntk_kernel(
                 inside = (b < chunks)[:, None, None] & (place >= 0)[None, :, :]
                 values = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
                 total += tl.sum(values.to(tl.float64), 0)
-            _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT)
+            _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
 
 
 @jit(do_not_specialize=["m", "index", "size"])
@@ -274,7 +286,7 @@ def _norm_plan(
     m: int, n: int, blocks: int, here: int, chunks: int, variant: tuple, dtype: torch.dtype, device: torch.device
 ) -> Plan:
     BM, BN, BB = tiles(m, n, blocks)
-    return Plan((here, m, 1), (*variant, _V_CHUNK, BM, BN, BB, part_of(2**12, BM, chunks)))
+    return Plan((here, m, 1), (*variant, types_of(dtype)[0], _V_CHUNK, BM, BN, BB, part_of(2**12, BM, chunks)))
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,8 @@ With `scale="relative"`, `c` is multiplied by `c0`, as in the author's code. Seq
 `K` is summed in float32: what it has below some 1e-5 of its mean eigenvalue is rounding. A `c0` down there stabilises
 nothing, and shrinks the relative coefficients with it, until the optimizer does not see them. So lambda has a lower
 limit.
+
+A gradient that cannot be told from rounding is left out: with a small lambda its row of `K` would reach the others.
 """
 
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ..geometry.cost import Needs
-from ..geometry.guarded import alive_sequences, mean_over
+from ..geometry.guarded import alive_sequences, below_noise, mean_over
 from ..geometry.statistics import Statistics
 from .registry import register_rule
 from .rule import Coefficients, Expectations, KernelForm, Rule, check_regularization
@@ -65,10 +67,12 @@ class Interacting(Rule):
         ntk = statistics.ntk.to(advantages.dtype)
         ntk = ntk if loss_scale == 1 else ntk / loss_scale**2
         norm = ntk.diagonal().clamp(min=0).sqrt()
-        alive = alive_sequences(None, norm)
-        mean_square = mean_over(norm.square(), alive) if history is None else history.mean_square[1]
+        past = None if history is None else history.mean_square[1]
+        noise = below_noise(norm, past, statistics.ntk.dtype)
+        alive = alive_sequences(None, norm) & ~noise
+        mean_square = mean_over(norm.square(), alive) if past is None else past
         c = solved(ntk, advantages, self.regularization * mean_square, alive, self.scale)
-        return Coefficients(c=c * loss_scale**self.degree if self.scale == "paper" else c, norm=norm)
+        return Coefficients(c=c * loss_scale**self.degree if self.scale == "paper" else c, norm=norm, noise=noise)
 
 
 def solved(

@@ -22,7 +22,7 @@ class Ledger:
         history (`torch.Tensor`): `[L, 6]`, the running means of each layer, in the order of `HISTORY`: those of the
             [`Expectations`], and 1 where there are any.
         loss_scale (`float`): constant that the loss carries.
-        table (`torch.Tensor`): `[L, 4, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
+        table (`torch.Tensor`): `[L, 5, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
     """
 
     rule: Rule

@@ -8,6 +8,8 @@ formula to the letter.
 Where no sampled position has a gradient at a layer (a few long prompts before short completions, and the last layers,
 which only completions reach), its Fisher norms are not known, and every sequence gets the layer's mean multiplier:
 `f = 1` in the relative scale; in the paper's, 0 before there is any history.
+
+A norm that cannot be told from rounding counts as 0.
 """
 
 from abc import abstractmethod
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..geometry.guarded import alive_sequences, mean_over, ratio
+from ..geometry.guarded import alive_sequences, below_noise, mean_over, ratio
 from ..geometry.statistics import Statistics, fisher_norm
 from .rule import Coefficients, Expectations, Rule
 
@@ -89,18 +91,26 @@ class NonInteracting(Rule):
     ) -> Coefficients:
         if not any(self.needs):
             return Coefficients(c=advantages)
-        fisher = norm = relative = informed = None
+        fisher = norm = relative = informed = noise = None
+        F = N = None  # without noise
         if self.needs.overlap:
             assert statistics.overlap is not None and statistics.sample_norm is not None
             fisher, informed = fisher_norm(statistics.overlap, statistics.sample_norm)
             fisher = fisher if loss_scale == 1 else fisher / loss_scale
+            past = None if history is None else history.mean_square[0]
+            noise = below_noise(fisher, past, statistics.overlap.dtype)
+            F = fisher.masked_fill(noise, 0)
         if self.needs.norm:
             assert statistics.norm is not None
             norm = statistics.norm.to(advantages.dtype).clamp(min=0).sqrt()
             norm = norm if loss_scale == 1 else norm / loss_scale
-        if fisher is not None and norm is not None:
-            relative = ratio(fisher, norm)
-        norms = Norms(fisher, norm, relative)
+            past = None if history is None else history.mean_square[1]
+            below = below_noise(norm, past, statistics.norm.dtype)
+            N = norm.masked_fill(below, 0)
+            noise = below if noise is None else noise | below
+        if F is not None and N is not None:
+            relative = ratio(F, N)
+        norms = Norms(F, N, relative)
         mean_squares = MeanSquares(norms, history)
         raw = self.multiplier(norms, mean_squares)
         mean: torch.Tensor | float = 1.0
@@ -112,4 +122,4 @@ class NonInteracting(Rule):
             multiplier = raw * mean_squares.scale(raw)
         if informed is not None:
             multiplier = torch.where(informed, multiplier, mean)
-        return Coefficients(c=advantages * multiplier, fisher=fisher, norm=norm, raw=raw)
+        return Coefficients(c=advantages * multiplier, fisher=fisher, norm=norm, raw=raw, noise=noise)

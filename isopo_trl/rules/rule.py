@@ -56,12 +56,15 @@ class Coefficients(NamedTuple):
         fisher: `F_s` `[m]`, `None` where the rule does not ask for it.
         norm: `N_s` `[m]`, likewise.
         raw: `f_s` `[m]` before the scale; `None` where `c` does not come from one.
+        noise: `[m]`, whether a norm cannot be told from rounding ([`~geometry.guarded.below_noise`]): then the
+            sequence does not count. `None` where that was not asked.
     """
 
     c: torch.Tensor
     fisher: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     raw: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
 
 
 class KernelForm(NamedTuple):

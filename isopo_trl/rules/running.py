@@ -24,8 +24,9 @@ class RunningStatistics:
     Exponential means, over optimizer steps, of a step's mean over its sequences; one row per layer.
 
     A step's mean is over the sequences, of all microbatches and ranks, that have a gradient at the layer; a layer
-    where none has (LoRA's A while B is zero) keeps its history. Everything stays on the device until `step`, which
-    talks to the other ranks and, once, to the host.
+    where none has (LoRA's A while B is zero) keeps its history. A layer where every gradient of a step is noise beside
+    its history loses it: after an outlier the history, and not the gradients, is what is wrong, and would never change
+    again. Everything stays on the device until `step`, which talks to the other ranks and, once, to the host.
 
     Args:
         layers (`int`): number of layers, L.
@@ -51,6 +52,7 @@ class RunningStatistics:
         self._sums = self.mean.new_zeros(len(self.mean), _COUNT + 1 + len(_REPORTED))
         self._extremes = self.mean.new_full((2, len(self.mean)), -torch.inf)  # of -f and f
         self._factor = 1.0  # that multipliers carry for the loss's constant
+        self._noise = self.mean.new_zeros(len(self.mean))  # gradients that are there but do not count
         self._broken = self.mean.new_zeros(1)
 
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
@@ -66,12 +68,14 @@ class RunningStatistics:
     def add(self, ledger: Ledger, reached: list[bool]) -> None:
         """Take in one microbatch: the coefficients of the layers that were `reached`."""
         needs, advantages = self.rule.needs, ledger.advantages
-        c, fisher, norm, raw = ledger.table.unbind(1)
+        c, fisher, norm, raw, noise = ledger.table.unbind(1)
         broken = ~torch.isfinite(c + fisher + norm)
         given = (fisher if needs.overlap else None, norm if needs.norm or needs.ntk else None)
         alive = ~broken & alive_sequences(*given) if any(needs) else ~broken
         if not all(reached):
             alive = alive & torch.tensor(reached, device=c.device).unsqueeze(1)
+        noise = alive & (noise != 0)
+        alive = alive & ~noise
         defined = alive & (advantages != 0)
         multiplier = torch.where(defined, c / advantages, 0)
         x = fisher if needs.overlap else norm
@@ -79,10 +83,11 @@ class RunningStatistics:
         expectations = (fisher.square(), norm.square(), relative.square(), raw * x, x)
         reported = (fisher, norm, relative, c.abs(), c.square(), multiplier, defined)
         terms = torch.stack([*expectations, torch.ones_like(c), *reported], dim=1)
-        # Sequences without a gradient, and broken ones, are left out: nothing non-finite gets in
+        # Sequences without a gradient, noise and broken ones are left out: nothing non-finite gets in
         self._sums = self._sums + torch.where(alive.unsqueeze(1), terms, 0).sum(-1)
         extremes = torch.where(defined, torch.stack([-multiplier, multiplier]), -torch.inf)
         self._extremes = torch.maximum(self._extremes, extremes.amax(2))
+        self._noise = self._noise + noise.sum(-1)
         self._broken = self._broken + broken.any(0).sum()
 
     def step(self, grad_norm: torch.Tensor | None = None) -> dict[str, float]:
@@ -97,23 +102,26 @@ class RunningStatistics:
         `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
         number of sequences with a non-finite statistic or coefficient somewhere; `grad_norm`, if it was given.
         """
-        totals = torch.cat([self._sums.flatten(), self._broken])
+        totals = torch.cat([self._sums.flatten(), self._noise, self._broken])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(totals)
             dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
-        sums, broken = totals[:-1].view_as(self._sums), totals[-1]
+        sums, noise, broken = totals.split([self._sums.numel(), len(self._noise), 1])
+        sums, broken = sums.view_as(self._sums), broken[0]
         count = sums[:, _COUNT]
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
         decay = self.decay * self.history[:, _KNOWN:]  # a first mean has no past
         updated = decay * self.mean + (1 - decay) * step_mean
-        self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean)
+        lost = (count == 0) & (noise > 0)
+        self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean.masked_fill(lost.unsqueeze(1), 0))
         figures = self._figures(sums, broken)
         if grad_norm is not None:
             figures["grad_norm"] = grad_norm.detach().to(self.mean)
         # The one transfer to the host
-        values = torch.cat([torch.stack(list(figures.values())), count, self._proportions()]).tolist()
-        seen, self.proportions = values[len(figures) : -len(count)], values[-len(count) :]
-        self.known = [known or number > 0 for known, number in zip(self.known, seen, strict=True)]
+        values = torch.cat([torch.stack(list(figures.values())), count, lost, self._proportions()]).tolist()
+        rows = len(count)
+        seen, forget, self.proportions = (values[len(values) - k * rows :][:rows] for k in (3, 2, 1))
+        self.known = [number > 0 or (k and not f) for k, number, f in zip(self.known, seen, forget, strict=True)]
         self._refresh()
         self._start_step()
         return dict(zip(figures, values, strict=False))

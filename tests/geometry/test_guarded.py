@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from isopo_trl.geometry.guarded import alive_sequences, mean_over, power, ratio
+from isopo_trl.geometry.guarded import alive_sequences, below_noise, mean_over, power, ratio
 
 
 def test_alive_are_the_sequences_with_a_finite_nonzero_value_of_what_is_asked_for():
@@ -19,6 +19,38 @@ def test_alive_sequences_are_found_layer_by_layer():
     fisher = torch.tensor([[1.0, 0.0], [math.inf, 2.0]])
     assert alive_sequences(fisher, None).tolist() == [[True, False], [False, True]]
     assert alive_sequences(fisher, torch.tensor([[0.0, 1.0], [1.0, 1.0]])).tolist() == [[False, False], [False, True]]
+
+
+# Units of rounding that are noise: 256 of 2^-23 or 2^-52
+LEVEL = {torch.float32: 2.0**-15, torch.float64: 2.0**-44}
+
+
+@pytest.mark.parametrize("dtype", LEVEL)
+def test_noise_is_what_is_below_some_units_of_rounding_of_the_root_mean_square(dtype):
+    others = [3.0, 4.0, 5.0]
+    for factor, noise in ((0.98, True), (1.02, False), (1e3, False)):
+        small = factor * LEVEL[dtype] * (50 / 4) ** 0.5
+        x = torch.tensor([small, *others], dtype=torch.float64)
+        assert below_noise(x, None, dtype).tolist() == [noise, False, False, False]
+        # Whatever the units
+        assert below_noise(1e-30 * x, None, dtype).tolist() == [noise, False, False, False]
+        # The running mean square takes over where it is larger
+        running = torch.tensor(50 / 4).double()
+        assert below_noise(x, running, dtype).tolist() == [noise, False, False, False]
+        assert below_noise(x, 1e-6 * running, dtype).tolist() == [noise, False, False, False]
+        assert below_noise(x[:1], running, dtype).tolist() == [noise]
+        assert below_noise(x, 1e40 * running, dtype).all()
+
+
+@pytest.mark.parametrize("x", [[2.0], [1e-200, 1e-200], [0.0, 0.0], [1e-300]])
+def test_gradients_of_one_size_are_not_noise_however_small_they_are(x):
+    assert not below_noise(torch.tensor(x, dtype=torch.float64), None, torch.float32).any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_sequence_is_not_noise_and_nothing_is_compared_with_it(value):
+    x = torch.tensor([1.0, value, 1e-20, 1e-3], dtype=torch.float64)
+    assert below_noise(x, None, torch.float32).tolist() == [False, False, True, False]
 
 
 def test_a_mean_is_over_the_sequences_that_are_alive():

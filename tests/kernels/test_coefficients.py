@@ -93,6 +93,18 @@ def one_without(given):
     given.g[7:14] = 0
 
 
+def one_in_the_noise(given):
+    given.g[7:14] *= 1e-16
+
+
+def one_above_the_noise(given):
+    given.g[7:14] *= 1e-3
+
+
+def all_in_the_noise_of_the_history(given):
+    given.g[:] *= 1e-16
+
+
 def none_at_all(given):
     given.g[:] = 0
 
@@ -112,6 +124,10 @@ def spoil(value, sampled):
 
 SITUATIONS = {
     "a sequence has no gradient": one_without,
+    "a sequence's is noise": one_in_the_noise,
+    "a sequence's is small but real": one_above_the_noise,
+    "all are noise beside the history": all_in_the_noise_of_the_history,
+    "all are noise beside the history, the other way round": all_in_the_noise_of_the_history,
     "no sequence has a gradient": none_at_all,
     "no sample has a gradient": none_at_the_samples,
     "NaN in a sequence": spoil(math.nan, sampled=False),

@@ -33,12 +33,16 @@ def statistics(V, G):
 
 
 def computed(V, G, A, rule, history=None, **kwargs):
-    if history is not None:
-        means = torch.tensor([history[name] for name in EXPECTATIONS[:3]], dtype=torch.float64)
-        scale = history["x"] / history["fx"] if history["fx"] else 0.0
-        multiplier = history["fx"] / history["x"] if history["x"] else 0.0
-        history = Expectations(means, *torch.tensor([scale, multiplier], dtype=torch.float64))
+    history = None if history is None else given_history(history)
     return rule.coefficients(statistics(V, G), A, history, **kwargs)
+
+
+def given_history(history):
+    """Running means by name, as a rule is given them."""
+    means = torch.tensor([history[name] for name in EXPECTATIONS[:3]], dtype=torch.float64)
+    scale = history["x"] / history["fx"] if history["fx"] else 0.0
+    multiplier = history["fx"] / history["x"] if history["x"] else 0.0
+    return Expectations(means, *torch.tensor([scale, multiplier], dtype=torch.float64))
 
 
 def rule_of(name, **settings):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isopo_trl.geometry.cost import Needs
-from isopo_trl.rules import PowerRule, Rule, make_rule
+from isopo_trl.rules import PowerRule, Rule, interacting, make_rule, non_interacting
 from isopo_trl.rules.running import EXPECTATIONS
 from tests import oracle
 from tests.rules.gradients import (
@@ -17,6 +17,7 @@ from tests.rules.gradients import (
     RULES,
     computed,
     example,
+    given_history,
     rule_of,
     statistics,
 )
@@ -62,6 +63,71 @@ def test_a_sequence_without_a_gradient_neither_gets_one_nor_changes_the_others(r
     assert torch.isfinite(result.c).all()
     if rule.regularization == 0 or rule.needs.ntk:
         assert result.c[1] == 0
+
+
+@pytest.fixture
+def nothing_is_noise(monkeypatch):
+    """Rules as they were if they knew of no noise; called when that is wanted."""
+
+    def forget():
+        for module in (interacting, non_interacting):
+            monkeypatch.setattr(module, "below_noise", lambda x, *_: torch.zeros_like(x, dtype=torch.bool))
+
+    return forget
+
+
+@pytest.mark.parametrize("history", [None, HISTORY], ids=["first step", "history"])
+@pytest.mark.parametrize("regularization", [None, 0.3])
+@pytest.mark.parametrize("scale", ["relative", "paper"])
+@pytest.mark.parametrize("rule", [*POWERS, "interacting"])
+def test_noise_is_no_gradient(rule, scale, regularization, history):
+    V, G = example()
+    rule = make_rule(rule, scale=scale, regularization=regularization)
+    V[1] *= 1e-16
+    result = computed(V, G, ADVANTAGES, rule, history, loss_scale=0.5)
+    assert result.noise.tolist() == [False, True, False, False, False]
+    V[1] = 0
+    assert torch.equal(result.c, computed(V, G, ADVANTAGES, rule, history, loss_scale=0.5).c)
+    if rule.regularization == 0 or rule.needs.ntk:
+        assert result.c[1] == 0
+
+
+@pytest.mark.parametrize("rule", [*POWERS, "interacting"])
+def test_all_sequences_may_be_noise_beside_the_history(rule):
+    V, G = example()
+    small = computed(1e-16 * V, G, ADVANTAGES, make_rule(rule), HISTORY)
+    assert small.noise.all() and not computed(1e-16 * V, G, ADVANTAGES, make_rule(rule)).noise.any()
+    assert not small.c.any()
+
+
+# How much smaller a gradient may be than the others and still be one
+SMALL = [*((size, torch.float64) for size in (1e-3, 1e-6, 1e-10, 1e-12)), (1e-3, torch.float32), (1e-4, torch.float32)]
+
+
+@pytest.mark.parametrize("history", [None, HISTORY], ids=["first step", "history"])
+@pytest.mark.parametrize("regularization", [None, 1e-3])
+@pytest.mark.parametrize(("size", "dtype"), SMALL)
+@pytest.mark.parametrize("rule", [*POWERS, "interacting"])
+def test_nothing_above_the_noise_changes_by_a_bit(rule, size, dtype, regularization, history, nothing_is_noise):
+    V, G = example()
+    V[1], V[3] = size * V[4], 2 * size * V[4]  # of the largest
+    given = statistics(V, G)
+    for name in ("overlap", "sample_norm", "norm", "ntk"):
+        setattr(given, name, getattr(given, name).to(dtype))
+    for scale in ("relative", "paper"):
+        made = make_rule(rule, scale=scale, regularization=regularization)
+        expectations = None if history is None else given_history(history)
+        result = made.coefficients(given, ADVANTAGES, expectations)
+        assert not result.noise.any()
+        if dtype == torch.float64:
+            expected = oracle.coefficients(
+                V, G, ADVANTAGES, rule, regularization=regularization, scale=scale, history=history
+            )
+            torch.testing.assert_close(result.c, expected, rtol=1e-9, atol=0)
+        nothing_is_noise()
+        before = made.coefficients(given, ADVANTAGES, expectations)
+        for one, other in zip(result, before, strict=True):
+            assert one is other is None or torch.equal(one, other)
 
 
 @pytest.mark.parametrize("history", [None, dict.fromkeys(EXPECTATIONS, 0.0)], ids=["first step", "zero history"])

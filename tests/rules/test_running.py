@@ -38,6 +38,7 @@ def microbatch(m, seed, dead=(), broken=(), layers=LAYERS):
             if (layer, s) in broken:
                 entry = {**dict.fromkeys(entry, math.nan), "fisher": math.inf}
             entry |= {"a": advantages[s], "c": entry["multiplier"] * advantages[s]}
+            entry["noise"] = 0.0
             entry["alive"] = (layer, s) not in (*dead, *broken)
             rows[-1].append(entry)
     return rows
@@ -47,6 +48,7 @@ def results(rows, rule):
     """The same as the layers hand it over: only what the rule computes."""
     given = {"c": True, "fisher": rule.needs.overlap, "norm": rule.needs.norm or rule.needs.ntk}
     given["raw"] = not rule.needs.ntk
+    given["noise"] = True
     return [
         Coefficients(
             **{
@@ -167,7 +169,7 @@ def test_a_ledger_opens_with_the_means_and_no_figures(rule):
     assert ledger.advantages.tolist() == advantages.tolist() and ledger.advantages.dtype == torch.float64
     assert ledger.loss_scale == 0.25
     # No layer has a figure yet, and without statistics the coefficients are the advantages
-    expected = torch.zeros(LAYERS, 4, 4, dtype=torch.float64)
+    expected = torch.zeros(LAYERS, 5, 4, dtype=torch.float64)
     if not any(rule.needs):
         expected[:, 0] = ledger.advantages
     assert torch.equal(ledger.table, expected)
@@ -232,6 +234,54 @@ def test_nothing_non_finite_gets_into_the_means_or_the_figures():
     assert torch.equal(statistics.mean, before)
     assert all(map(math.isfinite, figures.values()))
     assert figures["broken_sequences"] == 2
+
+
+def noisy(m, seed, noise, scale=1e-9):
+    """A microbatch in which the sequences `noise`, pairs (layer, sequence), have next to no gradient, marked so."""
+    rows = microbatch(m, seed)
+    for layer, s in noise:
+        entry = rows[layer][s]
+        entry |= {"fisher": scale * entry["fisher"], "norm": scale * entry["norm"], "noise": 1.0, "alive": False}
+    return rows
+
+
+def test_noise_counts_neither_in_the_means_nor_in_the_figures():
+    noise = [(0, 1), (2, 0)]
+    microbatches = [noisy(3, 0, noise), microbatch(2, 1)]
+    without = [microbatch(3, 0, dead=noise), microbatch(2, 1)]
+    statistics, expected = running(), running()
+    assert take(statistics, microbatches) == take(expected, without)
+    assert torch.equal(statistics.mean, expected.mean) and all(statistics.known)
+
+
+def test_a_broken_sequence_is_counted_whatever_noise_is_beside_it():
+    rows = noisy(3, 0, [(0, 1), (1, 2)])
+    rows[0][1] |= {"c": math.nan}  # a sequence that is both
+    rows[2][0] |= {"fisher": math.inf, "alive": False}
+    statistics = running()
+    assert take(statistics, [rows])["broken_sequences"] == 2
+
+
+def test_a_history_beside_which_everything_is_noise_is_forgotten():
+    """One outlier in the running means would otherwise stop the layer for good, as noise does not change them."""
+    everybody = [(1, s) for s in range(3)]
+    statistics = running()
+    take(statistics, [microbatch(3, 0)])
+    before = statistics.mean.clone()
+    # Not while one microbatch has a gradient that counts
+    take(statistics, [noisy(3, 1, everybody), microbatch(2, 2)])
+    assert all(statistics.known) and statistics.mean[1].tolist() != before[1].tolist()
+    take(statistics, [noisy(3, 3, everybody), noisy(3, 4, everybody)])
+    assert statistics.known == [True, False, True] and not statistics.mean[1].any()
+    assert statistics.expectations(1) is None
+    assert statistics.open(torch.ones(3)).history[:, 5].tolist() == [1, 0, 1]
+    # From there on it is as after a first step
+    last = [microbatch(3, 5)]
+    take(statistics, last)
+    assert statistics.mean[1].tolist() == pytest.approx(step_means(last, 1, BOTH))
+    other = running()
+    other.load_state_dict(copy.deepcopy(statistics.state_dict()))
+    assert torch.equal(other.history, statistics.history)
 
 
 def test_state_survives_saving_and_continues_the_same():
