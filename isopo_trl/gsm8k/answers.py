@@ -80,7 +80,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_USUAL = re.compile(rf" *+-?[{CURRENCY}]?([1-9][0-9]{{0,2}}+(?:,[0-9]{{3}})++|[0-9]{{1,90}}+)\.?\s*+")
+_USUAL = re.compile(rf" *+-?[{CURRENCY}]?([1-9][0-9]{{0,2}}+(?:,[0-9]{{3}}){{1,20}}+|[0-9]{{1,90}}+)\.?\s*+")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # In a reversed text: the last digit or fraction, and before it whatever can belong to its number, \frac included
 _OF_A_NUMBER = rf"[-−–+0-9.,/ {CURRENCY}eE\\{{}}!fracdt]{{0,{REACH - 1}}}"
@@ -88,7 +88,8 @@ _TAIL = re.compile(rf"[\d{''.join(_FRACTIONS)}]{_OF_A_NUMBER}")
 _ASCII_TAIL = re.compile(rf"[0-9]{_OF_A_NUMBER}")
 # What most texts end in, read sooner: a number between two words, or between a word and the end
 _USUAL_TAIL = re.compile(
-    rf"((?:[0-9]{{3}},)++[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ (?!su|ev)[A-Za-z]{{2,20}}+(?![A-Za-z\\])"
+    rf"((?:[0-9]{{3}},){{1,20}}+[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ "
+    r"(?!su|ev)[A-Za-z]{2,20}+(?![A-Za-z\\])"
 )
 _USUAL_END = re.compile(r"\.?(?:\s*\Z| [a-z][a-z])")
 _BEFORE_TAIL, _AFTER_TAIL = 24, 8  # characters: what precedes a number in braces, and what could be glued to it
