@@ -71,9 +71,12 @@ def shown(value: Any) -> str:
 def _read(annotation: Any) -> tuple[str, bool]:
     """The name of the type that an annotation asks for, and whether `None` will do as well."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    parts = [part.strip() for part in text.split("|")]
-    kinds = [part for part in parts if part not in ("None", "NoneType")]
-    return kinds[0] if len(kinds) == 1 else "", len(kinds) < len(parts)
+    parts = [part.strip().rpartition(".")[2] for part in text.split("|")]
+    optional = "None" in parts or "NoneType" in parts
+    kinds = [
+        part for part in parts if part not in ("None", "NoneType", "Any")
+    ]  # Any beside a type is for type checkers
+    return kinds[0] if len(kinds) == 1 else "", optional
 
 
 _SHORT = reprlib.Repr()
