@@ -110,7 +110,7 @@ def test_coefficients_of_the_relative_scale_do_not_see_a_constant_in_the_loss(ru
 def test_the_cut_into_microbatches_does_not_matter_to_rules_that_look_at_one_sequence(rule, tmp_path):
     batch = batch_of(8)
     model = tiny.model("qwen3")
-    # Lambda would refer to the means of the microbatch at first
+    # Without lambda, which refers to the microbatch's own means as long as there are no others
     settings = {"rule": rule, "scale": "paper", "regularization": 0}
     whole = isopo(copy.deepcopy(model), tmp_path, **settings, per_device_train_batch_size=8)
     cut = isopo(copy.deepcopy(model), tmp_path, **settings, gradient_accumulation_steps=2)
