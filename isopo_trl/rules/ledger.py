@@ -34,14 +34,15 @@ class Ledger:
     def __post_init__(self):
         layers, m = len(self.history), len(self.advantages)
         self.table = self.advantages.new_zeros(layers, len(Coefficients._fields), m)
+        self._nothing = self.advantages.new_zeros(m)
         if not any(self.rule.needs):
             self.table[:, 0] = self.advantages
 
     def record(self, index: int, result: Coefficients) -> None:
-        """Enter the coefficients of layer `index`."""
-        for place, values in enumerate(result):
-            if values is not None:
-                self.table[index, place] = values
+        """Enter the coefficients of layer `index`, in one operation."""
+        nothing = self._nothing
+        rows = [nothing if x is None else x.to(nothing.dtype).expand_as(nothing) for x in result]
+        torch.stack(rows, out=self.table[index])
 
 
 def expectations_of(history: torch.Tensor) -> Expectations:
