@@ -45,7 +45,7 @@ def check_bounds(settings: Mapping[str, Any]) -> None:
         value = settings.get(name)
         if value is None and name != "num_generations":
             continue
-        if not (isinstance(value, Real) and holds(float(value))):
+        if not (isinstance(value, Real) and holds(value)):
             raise ValueError(f"{name}={value!r} must be {expected}.")
     for name, choices in CHOICES.items():
         if settings.get(name, choices[0]) not in choices:

@@ -46,7 +46,7 @@ class PowerRule(NonInteracting):
     fisher_power: float = 0.0
     norm_power: float = 0.0
     relative_power: float = 0.0
-    regularization: Any = None  # a number once the rule is made
+    regularization: float | Any = None  # a number once the rule is made
     keep_small: bool = False
 
     def __post_init__(self):
