@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Any
 
 
-Bound = tuple[Callable[[float], bool], str]
+Bound = tuple[Callable[[Any], bool], str]
 
 AT_LEAST_ONE: Bound = (lambda x: 1 <= x < math.inf, "at least 1")
 POSITIVE: Bound = (lambda x: 0 < x < math.inf, "positive and finite")
@@ -23,7 +23,7 @@ BOUNDS: dict[str, Bound] = {
     "temperature": POSITIVE,
     "repetition_penalty": POSITIVE,
     "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-    "top_k": (lambda x: 0 <= x < math.inf, "at least 0 (which turns it off)"),
+    "top_k": (lambda x: -1 <= x < math.inf, "at least 0 (which turns it off; with vLLM, -1 does as well)"),
     "min_p": (lambda x: 0 <= x <= 1, "in [0, 1]"),
     "learning_rate": NOT_NEGATIVE,
     "weight_decay": NOT_NEGATIVE,

@@ -20,7 +20,7 @@ OUTSIDE = {
     "temperature": [0.0, -1.0, math.nan, math.inf],
     "repetition_penalty": [0.0, math.nan],
     "top_p": [0.0, 1.1, math.nan],
-    "top_k": [-1],
+    "top_k": [-2],
     "min_p": [-0.1, 1.1, math.nan],
     "learning_rate": [math.nan, math.inf, -1e-6, "1e-6"],
     "weight_decay": [math.nan, -0.1],
