@@ -51,6 +51,8 @@ def random_case(seed, dtype):
     if choose.random() < 0.5 or rule == "interacting":
         settings["regularization"] = choose.choice([1e-6, 0.1, 1.0])
         settings |= {"keep_small": choose.random() < 0.5} if rule != "interacting" else {}
+    else:
+        settings["regularization"] = 0.0
 
     def sequence(kind):
         prompt, completion = choose.randint(1, 5), choose.randint(2, 5)
@@ -205,7 +207,7 @@ def by_the_oracle(case):
 
 def at_a_layer(V, samples, advantages, case, history):
     """Coefficients, which sequences count, and the means' terms of those that do."""
-    settings = {"regularization": None, **case.settings}
+    settings = case.settings
     keep_small = settings.get("keep_small", False)
     exponents = (0, 0, 0) if case.rule == "interacting" else oracle.EXPONENTS[case.rule]
     fisher, norm = bool(exponents[0] or exponents[2]), bool(exponents[1] or exponents[2] or case.rule == "interacting")
@@ -308,10 +310,11 @@ def test_a_small_gradient_is_exact_beside_large_ones_and_noise(rule):
     G = oracle.position_gradients(model, batch, weights)
     model.zero_grad()
     model.set_attn_implementation("sdpa")
-    isopo = ISOPO(model, rule, fisher_samples=10_000)
+    settings = {"regularization": 1.0 if rule == "interacting" else 0.0}
+    isopo = ISOPO(model, rule, fisher_samples=10_000, **settings)
     with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
         logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         P = batch.prompt_ids.shape[1]
         score(logits, batch.input_ids, torch.cat([torch.zeros(5, P), weights], 1)).backward()
-    error, name = oracle.worst_error(model, oracle.expected_gradients(model, G, batch, None, rule))
+    error, name = oracle.worst_error(model, oracle.expected_gradients(model, G, batch, None, rule, **settings))
     assert error < 1e-9, name
