@@ -104,7 +104,7 @@ def test_functions_objects_coroutines_and_models_train_together_under_their_own_
     assert math.isfinite(line["rewards/reward/mean"]) and math.isfinite(line["rewards/model/mean"])
 
 
-@pytest.mark.parametrize("given", [5, (tiny.reward, tiny.reward), [tiny.reward, 5]], ids=str)
+@pytest.mark.parametrize("given", [5, (tiny.reward, tiny.reward), [tiny.reward, 5]], ids=["number", "tuple", "list"])
 def test_what_cannot_be_called_is_refused_at_construction(given, tmp_path):
     with pytest.raises(ValueError, match="reward_funcs=.*cannot be called") as error:
         training.build(tmp_path, reward=given)
