@@ -49,7 +49,7 @@ def random_case(seed, dtype):
     rule = choose.choice(RULES)
     settings = {"scale": choose.choice(["relative", "paper"])}
     if choose.random() < 0.5 or rule == "interacting":
-        settings["regularization"] = choose.choice([1e-6, 0.1, 1.0])
+        settings["regularization"] = choose.choice([1e-4, 0.1, 1.0])
         settings |= {"keep_small": choose.random() < 0.5} if rule != "interacting" else {}
     else:
         settings["regularization"] = 0.0

@@ -95,6 +95,7 @@ def test_divergence_is_that_of_sampled_completions_from_the_initial_policy(case,
         kl_prompts=12,
         learning_rate=0.03,
         temperature=0.7,
+        regularization=0.0,
     )
     trainer.train()
     assert logged(trainer, "validation/kl")[0] == 0
