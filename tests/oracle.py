@@ -199,7 +199,8 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     weight = G_samples.square().sum().item()
     F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]
     F, N = (
-        without_noise(x, None if history is None else history.get(name)) for name, x in (("fisher^2", F), ("norm^2", N))
+        without_noise(x, None if history is None else history.get(name))
+        for name, x in (("fisher^2", F), ("norm^2", N))
     )
     values = {"fisher": F, "norm": N, "relative": [f / n if n > 0 else 0.0 for f, n in zip(F, N, strict=True)]}
     used = [name for name, e in zip(values, exponents, strict=True) if e]
