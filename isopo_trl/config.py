@@ -19,6 +19,10 @@ _OF_GRPO = (
     "beta",
     "delta",
     "entropy_coef",
+    "entropy_coef_delta",
+    "entropy_coef_max",
+    "entropy_coef_min",
+    "entropy_target",
     "epsilon_high",
     "off_policy_mask_threshold",
     "router_aux_loss_coef",
@@ -271,11 +275,6 @@ class ISOPOConfig(GRPOConfig):
                 f"beta={self.beta} is the weight of the KL divergence: give a number that is finite and not negative.",
             ),
             (
-                self.beta != 0.0 and not self.kl_in_reward,
-                f"beta={self.beta} adds a KL term to the loss, which carries no advantage and cannot be part of "
-                "ISOPO's single pass: set kl_in_reward=True to subtract the KL from the reward instead.",
-            ),
-            (
                 self.kl_in_reward and self.beta == 0.0,
                 "kl_in_reward=True needs a coefficient: set beta to the weight of the KL divergence.",
             ),
@@ -283,12 +282,6 @@ class ISOPOConfig(GRPOConfig):
                 self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum",
                 "kl_in_reward=True needs multi_objective_aggregation='sum_then_normalize': 'normalize_then_sum' would "
                 "divide the KL divergence by its own standard deviation, and beta would lose its meaning.",
-            ),
-            (
-                self.entropy_coef != 0.0 or self.use_adaptive_entropy,
-                "An entropy bonus (`entropy_coef`, `use_adaptive_entropy`) is a loss term without an advantage and "
-                "cannot be part of ISOPO's single pass: set entropy_coef=0.0 and use_adaptive_entropy=False, and "
-                "raise `temperature` or lower `top_entropy_quantile` to keep exploring.",
             ),
             (
                 not self.top_entropy_quantile >= 0,
@@ -299,11 +292,6 @@ class ISOPOConfig(GRPOConfig):
                 self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold),
                 "off_policy_mask_threshold=nan would drop every sequence with a negative advantage: give a number, or "
                 "leave the threshold unset.",
-            ),
-            (
-                bool(self.router_aux_loss_coef),
-                f"router_aux_loss_coef={self.router_aux_loss_coef} adds a load-balancing loss without an advantage, "
-                "which cannot be part of ISOPO's single pass: set router_aux_loss_coef=0.0.",
             ),
             (
                 self.use_liger_kernel,
