@@ -47,8 +47,10 @@ class ISOPOConfig(GRPOConfig):
     Euclidean norm of its log-probability gradient at a layer, and its coefficient is `c_s = A_s f_s` with `f =
     reg2(F)^p reg2(N)^q reg2(F/N)^r` and `reg2(x) = sqrt(x^2 + lambda E[x^2])`.
 
-    ISOPO has no old policy, no clipping (but for `token_weights="kpo"`) and no term in the loss that does not carry an
-    advantage (but for P3O's pull). Settings that ask for one of these are refused, with the alternative named.
+    ISOPO has no old policy and no clipping (but for `token_weights="kpo"`). Settings that ask for one of these are
+    refused, with the alternative named. Terms of the loss that carry no advantage (`beta`, the entropy bonus,
+    `router_aux_loss_coef`, P3O's pull) are not rescaled: all of them together cost one more backward pass, and none
+    with `rule="none"` or where they vanish.
 
     Parameters:
         rule (`str`, *optional*, defaults to `"fisher"`):
@@ -117,10 +119,10 @@ class ISOPOConfig(GRPOConfig):
             weighted by its own filtered ratio, instead of by those of all later tokens that it takes part in.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
-            `RLOOTrainer` does. Required for `beta != 0`: a KL term in the loss carries no advantage, so it cannot take
-            part in ISOPO's single backward pass. Costs a forward pass of the reference model per generation, and one
-            of the policy where the sampler does not return its log-probabilities, or draws at another temperature or
-            truncated.
+            `RLOOTrainer` does, instead of adding it to the loss. There it takes part in the advantages and needs no
+            backward pass of its own. Costs a forward pass of the reference model per generation, as in the loss, and
+            one of the policy where the sampler does not return its log-probabilities, or draws at another temperature
+            or truncated.
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -201,8 +203,8 @@ class ISOPOConfig(GRPOConfig):
     kl_in_reward: bool = field(
         default=False,
         metadata={
-            "help": "Whether to subtract `beta` times the KL divergence to the reference model from the reward. "
-            "Required for `beta != 0`."
+            "help": "Whether to subtract `beta` times the KL divergence to the reference model from the reward, "
+            "instead of adding it to the loss."
         },
     )
 
