@@ -416,7 +416,8 @@ class _Forward:
             self.older = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         if not self._weighting.needs_behaviour:
             self.weighted = Weighted()
-            return None
+            # Where old log-probabilities were asked for, it was not for a ratio in the policy's part of the loss
+            return (None, None) if self._asks_older else None
         behaviour = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         self.weighted = self._weighting(logps, behaviour, mask)
         weights = self.weighted.weights

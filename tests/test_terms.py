@@ -99,7 +99,10 @@ def difference(settings, terms, tmp_path, batch, accumulation=1, passes=1):
         trainer = trainer_for(build("qwen3", lora=True), tmp_path, fisher_samples=10_000, **settings, **added)
         trainer.current_gradient_accumulation_steps = accumulation
         count = counted(trainer)
-        results.append(training.gradients(trainer, batch.for_trl())[1])
+        inputs = batch.for_trl()
+        if not added:
+            inputs.pop("old_per_token_logps", None)
+        results.append(training.gradients(trainer, inputs)[1])
     assert len(count) == passes
     without, with_terms = results
     return {name: with_terms[name] - without[name] for name in without}
@@ -146,13 +149,17 @@ def test_terms_are_those_of_the_formula_whatever_the_policy_has(settings, formul
 
 
 @pytest.mark.usefixtures("float64_throughout")
-def test_kl_of_stale_tokens_is_corrected_by_the_ratio_to_the_policy_that_drew_them(tmp_path):
+@pytest.mark.parametrize("source", ["sampling_per_token_logps", "old_per_token_logps"])
+def test_kl_of_stale_tokens_is_corrected_by_the_ratio_to_the_policy_that_drew_them(source, tmp_path):
+    """As the sampler told it, or as TRL computed it for a silent one: there it is for the KL divergence alone."""
     batch = batch_with_reference()
     noise = torch.randn(TOOLS.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    batch.extra["sampling_per_token_logps"] = older = -4.5 + noise
+    batch.extra[source] = older = -4.5 + noise
     change = difference({"num_iterations": 2}, BETA, tmp_path, batch)
     expected = by_hand(build("qwen3", True), batch, oracle.token_weights(batch), **BETA, older=older)[1]
     check(change, expected)
+    if source == "old_per_token_logps":
+        return
     fresh = difference({}, BETA, tmp_path, batch)  # TRL has a ratio of 1 then, whatever the sampler says
     check(fresh, by_hand(build("qwen3", True), batch, oracle.token_weights(batch), **BETA)[1])
 
