@@ -11,6 +11,7 @@ Bound = tuple[Callable[[Any], bool], str]
 AT_LEAST_ONE: Bound = (lambda x: 1 <= x < math.inf, "at least 1")
 POSITIVE: Bound = (lambda x: 0 < x < math.inf, "positive and finite")
 NOT_NEGATIVE: Bound = (lambda x: 0 <= x < math.inf, "finite and not negative")
+FINITE: Bound = (math.isfinite, "finite")
 
 BOUNDS: dict[str, Bound] = {
     "num_generations": (lambda x: 2 <= x < math.inf, "at least 2, for advantages within a group"),
@@ -30,6 +31,12 @@ BOUNDS: dict[str, Bound] = {
     "max_grad_norm": (lambda x: x >= 0, "at least 0 (which turns clipping off)"),
     "num_train_epochs": NOT_NEGATIVE,
     "neftune_noise_alpha": NOT_NEGATIVE,
+    "entropy_coef": FINITE,
+    "entropy_coef_min": FINITE,
+    "entropy_coef_max": FINITE,
+    "entropy_coef_delta": FINITE,
+    "entropy_target": (lambda x: x == x, "a number"),
+    "router_aux_loss_coef": FINITE,
 }
 # What TRL looks at during the first step only
 CHOICES = {

@@ -19,6 +19,10 @@ _OF_GRPO = (
     "beta",
     "delta",
     "entropy_coef",
+    "entropy_coef_delta",
+    "entropy_coef_max",
+    "entropy_coef_min",
+    "entropy_target",
     "epsilon_high",
     "off_policy_mask_threshold",
     "router_aux_loss_coef",
@@ -43,8 +47,10 @@ class ISOPOConfig(GRPOConfig):
     Euclidean norm of its log-probability gradient at a layer, and its coefficient is `c_s = A_s f_s` with `f =
     reg2(F)^p reg2(N)^q reg2(F/N)^r` and `reg2(x) = sqrt(x^2 + lambda E[x^2])`.
 
-    ISOPO has no old policy, no clipping (but for `token_weights="kpo"`) and no term in the loss that does not carry an
-    advantage (but for P3O's pull). Settings that ask for one of these are refused, with the alternative named.
+    ISOPO has no old policy and no clipping (but for `token_weights="kpo"`). Settings that ask for one of these are
+    refused, with the alternative named. Terms of the loss that carry no advantage (`beta`, the entropy bonus,
+    `router_aux_loss_coef`, P3O's pull) are not rescaled: all of them together cost one more backward pass, and none
+    with `rule="none"` or where they vanish.
 
     Parameters:
         rule (`str`, *optional*, defaults to `"fisher"`):
@@ -113,10 +119,10 @@ class ISOPOConfig(GRPOConfig):
             weighted by its own filtered ratio, instead of by those of all later tokens that it takes part in.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
-            `RLOOTrainer` does. Required for `beta != 0`: a KL term in the loss carries no advantage, so it cannot take
-            part in ISOPO's single backward pass. Costs a forward pass of the reference model per generation, and one
-            of the policy where the sampler does not return its log-probabilities, or draws at another temperature or
-            truncated.
+            `RLOOTrainer` does, instead of adding it to the loss. There it takes part in the advantages and needs no
+            backward pass of its own. Costs a forward pass of the reference model per generation, as in the loss, and
+            one of the policy where the sampler does not return its log-probabilities, or draws at another temperature
+            or truncated.
 
     > [!NOTE]
     > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -197,8 +203,8 @@ class ISOPOConfig(GRPOConfig):
     kl_in_reward: bool = field(
         default=False,
         metadata={
-            "help": "Whether to subtract `beta` times the KL divergence to the reference model from the reward. "
-            "Required for `beta != 0`."
+            "help": "Whether to subtract `beta` times the KL divergence to the reference model from the reward, "
+            "instead of adding it to the loss."
         },
     )
 
@@ -271,11 +277,6 @@ class ISOPOConfig(GRPOConfig):
                 f"beta={self.beta} is the weight of the KL divergence: give a number that is finite and not negative.",
             ),
             (
-                self.beta != 0.0 and not self.kl_in_reward,
-                f"beta={self.beta} adds a KL term to the loss, which carries no advantage and cannot be part of "
-                "ISOPO's single pass: set kl_in_reward=True to subtract the KL from the reward instead.",
-            ),
-            (
                 self.kl_in_reward and self.beta == 0.0,
                 "kl_in_reward=True needs a coefficient: set beta to the weight of the KL divergence.",
             ),
@@ -283,12 +284,6 @@ class ISOPOConfig(GRPOConfig):
                 self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum",
                 "kl_in_reward=True needs multi_objective_aggregation='sum_then_normalize': 'normalize_then_sum' would "
                 "divide the KL divergence by its own standard deviation, and beta would lose its meaning.",
-            ),
-            (
-                self.entropy_coef != 0.0 or self.use_adaptive_entropy,
-                "An entropy bonus (`entropy_coef`, `use_adaptive_entropy`) is a loss term without an advantage and "
-                "cannot be part of ISOPO's single pass: set entropy_coef=0.0 and use_adaptive_entropy=False, and "
-                "raise `temperature` or lower `top_entropy_quantile` to keep exploring.",
             ),
             (
                 not self.top_entropy_quantile >= 0,
@@ -299,11 +294,6 @@ class ISOPOConfig(GRPOConfig):
                 self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold),
                 "off_policy_mask_threshold=nan would drop every sequence with a negative advantage: give a number, or "
                 "leave the threshold unset.",
-            ),
-            (
-                bool(self.router_aux_loss_coef),
-                f"router_aux_loss_coef={self.router_aux_loss_coef} adds a load-balancing loss without an advantage, "
-                "which cannot be part of ISOPO's single pass: set router_aux_loss_coef=0.0.",
             ),
             (
                 self.use_liger_kernel,

@@ -144,6 +144,11 @@ def note_origin(batch: dict[str, Any], optimizer_steps: int, drawn_by_policy: bo
     batch["drawn_by_policy"] = torch.tensor(drawn_by_policy)
 
 
+def is_fresh(batch: Batch, optimizer_steps: int) -> bool:
+    """Whether no optimizer step came between the generation of a batch, whose origin was noted, and now."""
+    return int(batch.get("generated_after", -1)) == optimizer_steps
+
+
 def behaviour_logps(batch: Batch, logps: torch.Tensor, optimizer_steps: int) -> torch.Tensor:
     """
     Log-probabilities `[B, C]` under the policy that drew the tokens; NaN where nobody knows.
@@ -153,7 +158,7 @@ def behaviour_logps(batch: Batch, logps: torch.Tensor, optimizer_steps: int) -> 
         logps (`torch.Tensor`): `[B, C]`, those of the policy as it is, without gradient.
         optimizer_steps (`int`): number of optimizer steps up to now.
     """
-    fresh = int(batch.get("generated_after", -1)) == optimizer_steps
+    fresh = is_fresh(batch, optimizer_steps)
     if batch.sampler_logps is not None and not (fresh and batch.get("drawn_by_policy", False)):
         return batch.sampler_logps
     return logps if fresh or batch.old_logps is None else batch.old_logps

@@ -5,6 +5,7 @@ import math
 import os
 import textwrap
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from trl import GRPOTrainer
 from . import checkpoints, model_card, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
-from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
+from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
 from .isopo import ISOPO
 from .kl_reward import KLReward
+from .terms import Derivative, Terms
 from .token_weights import Unscaled, Weighted, Weighting, named
 
 
@@ -117,12 +119,6 @@ class ISOPOTrainer(GRPOTrainer):
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
                 "give at least one of them a weight other than 0."
             )
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"{type(self.model).__name__} adds a load-balancing loss by default (router_aux_loss_coef="
-                f"{self.router_aux_loss_coef}), which carries no advantage and cannot be part of ISOPO's single pass: "
-                "set router_aux_loss_coef=0.0."
-            )
         if is_peft_model(self.model) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
                 f"{type(self.model.active_peft_config).__name__} adds virtual tokens in front of every sequence, "
@@ -136,14 +132,17 @@ class ISOPOTrainer(GRPOTrainer):
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
+        self.terms = Terms(self)
+        self._needs_behaviour = weighting.needs_behaviour or self.terms.needs_behaviour
+        unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
-        self._goes_back_twice = weighting.goes_back_twice and any(self.isopo.rule.needs)
+        self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if self._goes_back_twice and args.gradient_checkpointing and checkpointing.get("use_reentrant"):
             raise ValueError(
-                f"token_weights={args.token_weights!r} goes back through the model twice, which reentrant "
-                "checkpointing cannot do: set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA "
-                "under ZeRO-3, where TRL insists on it) gradient_checkpointing=False."
+                f"{', '.join(unscaled)} needs to go back through the model twice, which reentrant checkpointing "
+                "cannot do: set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, "
+                "where TRL insists on it) gradient_checkpointing=False."
             )
         for warning in self.weighting.warnings():
             logger.warning(warning)
@@ -233,36 +232,45 @@ class ISOPOTrainer(GRPOTrainer):
                 completion_mask=batch.completion_mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
             )
-        forward = _Forward(self.weighting, batch, self._optimizer_steps)
+        trl_loss = partial(super()._compute_loss, model)
+        forward = _Forward(self.weighting, batch, self._optimizer_steps, self.terms.needs_behaviour)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         with caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
-            loss = super()._compute_loss(model, batch)
+            loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
+        terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
         # Here, where TRL has waited for the device already
-        broken = int(self.accelerator.reduce(forward.broken, reduction="sum"))  # so that no rank is left waiting
+        counts = torch.stack([forward.broken, *(~derivative.vanishes for derivative in terms.derivatives)])
+        broken, *moving = self.accelerator.reduce(counts, reduction="sum").tolist()  # so that no rank is left waiting
         if broken:
             raise FloatingPointError(
                 f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
                 "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
                 "have not been touched by this step."
             )
+        self.terms.log(figures, terms)
         self._log_weighted(forward.weighted)
         if not train:
-            return loss
+            return loss + terms.value
         # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
         slope, *by_weight = torch.autograd.grad(loss, [sign, *forward.differentiated], retain_graph=True)
-        value = loss.detach() + ((advantages - sign.detach()) * slope).sum()
-        term = forward.unscaled_term()
-        if term is not None:
+        value = loss.detach() + ((advantages - sign.detach()) * slope).sum() + terms.value
+        unscaled = [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
+        pull = forward.unscaled_term()
+        if pull is not None:
             # By what the loss multiplies a token: its normalisation, and TRL's masks
             share = -by_weight[0] * sign.detach().unsqueeze(1)
-            value = value + (share * term.value).sum()
-            pull = share * term.slope
+            value = value + (share * pull.value).sum()
+            unscaled.append(Derivative(forward.outputs.logps, share * pull.slope))
+        if unscaled:
+            term = torch.stack([derivative.term for derivative in unscaled]).sum()
             if self._goes_back_twice:
                 with unseen_by_deepspeed(model, outputs):
-                    self.isopo.unscaled((pull * forward.logps).sum())
+                    self.isopo.unscaled(term)
             else:
-                policy = share * forward.differentiated[0].detach() * advantages.unsqueeze(1)
-                loss = ((pull - policy) * forward.logps).sum()
+                # All in one, with the advantages in the loss
+                logps = forward.outputs.logps
+                (by_logps,) = torch.autograd.grad(loss, [logps], retain_graph=True)
+                loss = Derivative(logps, by_logps * advantages.abs().unsqueeze(1)).term + term
                 # An advantage that is not finite must be noticed
                 microbatch.set_advantages(torch.where(advantages.isfinite(), 1.0, advantages))
         return loss + (value - loss).detach()
@@ -275,7 +283,7 @@ class ISOPOTrainer(GRPOTrainer):
     # Generation: no old policy but the sampler's; the KL, if any, in the reward
 
     def _generate_and_score_completions(self, inputs):
-        needs_behaviour, training = self.weighting.needs_behaviour, self.model.training
+        needs_behaviour, training = self._needs_behaviour, self.model.training
         policy = self.accelerator.unwrap_model(self.model)
         turns = Turns(policy.get_base_model() if is_peft_model(policy) else policy, self.temperature)
         by_transformers = not (self.use_vllm or self.use_transformers_continuous_batching)
@@ -385,25 +393,31 @@ class _Forward:
         weighting ([`Weighting`]): weighs the tokens.
         batch ([`Batch`]): the batch that the loss is computed of.
         optimizer_steps (`int`): number of optimizer steps up to now.
+        asks_older (`bool`): whether what an older policy drew the tokens with is asked for, beside the weights.
     """
 
-    logps: torch.Tensor  # [B, C], with gradient
+    outputs: trl_seam.Outputs
     broken: torch.Tensor  # number of sequences whose log-probabilities are not finite
     weighted: Weighted
+    older: torch.Tensor | None = None  # [B, C], as far as known, where an older policy drew the tokens
 
-    def __init__(self, weighting: Weighting, batch: trl_seam.Batch, optimizer_steps: int):
+    def __init__(self, weighting: Weighting, batch: trl_seam.Batch, optimizer_steps: int, asks_older: bool = False):
         self._weighting = weighting
         self._batch = batch
         self._optimizer_steps = optimizer_steps
+        self._asks_older = asks_older
         # The weights, where an unscaled term asks what the loss makes of them
         self.differentiated: list[torch.Tensor] = []
 
-    def __call__(self, logps: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        self.logps, mask = logps, self._batch.scored
+    def __call__(self, outputs: trl_seam.Outputs) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        self.outputs, logps, mask = outputs, outputs.logps, self._batch.scored
         self.broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
+        if self._asks_older and not is_fresh(self._batch, self._optimizer_steps):
+            self.older = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         if not self._weighting.needs_behaviour:
             self.weighted = Weighted()
-            return None
+            # Where old log-probabilities were asked for, it was not for a ratio in the policy's part of the loss
+            return (None, None) if self._asks_older else None
         behaviour = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         self.weighted = self._weighting(logps, behaviour, mask)
         weights = self.weighted.weights

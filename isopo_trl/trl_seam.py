@@ -9,6 +9,7 @@ The methods that [`ISOPOTrainer`] overrides stand in `trainer.py`, as they must;
 import importlib
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -118,9 +119,11 @@ disable_gradient_checkpointing = require(
 
 # Those that isopo_trl reads, sets, or borrows for the length of a call
 _ATTRIBUTES = (
+    "_entropy_bonus_enabled",
     "_metrics",
     "aux_loss_enabled",
     "beta",
+    "entropy_coef",
     "num_iterations",
     "off_policy_mask_threshold",
     "ref_model",
@@ -131,6 +134,7 @@ _ATTRIBUTES = (
     "rollout_func",
     "router_aux_loss_coef",
     "temperature",
+    "use_adaptive_entropy",
     "use_transformers_continuous_batching",
     "use_vllm",
     "vllm_importance_sampling_correction",
@@ -142,6 +146,20 @@ def log(trainer: Any, mode: str, figures: dict[str, float]) -> None:
     """Add to what the next log line of `mode`, `"train"` or `"eval"`, is the mean of."""
     for name, value in figures.items():
         trainer._metrics[mode][name].append(value)
+
+
+@contextmanager
+def figures_apart(trainer: Any) -> Iterator[dict[str, list[float]]]:
+    """Context in which TRL adds nothing to the log: its figures, a list of values per name, are returned instead."""
+    figures: dict[str, list[float]] = defaultdict(list)
+    with borrowed(trainer, _metrics={"train": figures, "eval": figures}):
+        yield figures
+
+
+def log_figures(trainer: Any, mode: str, figures: dict[str, list[float]]) -> None:
+    """Add figures that were kept [apart][figures_apart] to the log after all."""
+    for name, values in figures.items():
+        trainer._metrics[mode][name].extend(values)
 
 
 def add_reward(trainer: Any, name: str, function: Callable[..., list[float]], weight: float) -> None:
@@ -222,6 +240,16 @@ class Batch(dict):
         """`[B, C]`, what the policy would have drawn them with when they were generated, where TRL computed that."""
         return self.get("old_per_token_logps")
 
+    @old_logps.setter
+    def old_logps(self, logps: torch.Tensor | None) -> None:
+        self.pop("old_per_token_logps", None)
+        if logps is not None:
+            self["old_per_token_logps"] = logps
+
+    def with_advantages(self, advantages: torch.Tensor) -> "Batch":
+        """A copy with other advantages `[B]`."""
+        return Batch(self, advantages=advantages)
+
     def set_weights(self, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> None:
         """
         Say how TRL's loss weighs tokens. Without `ratios`, its own ratio to an old policy is 1.
@@ -230,9 +258,8 @@ class Batch(dict):
             weights (`torch.Tensor`, *optional*): `[B, C]` or `[B, 1]`, multiply a token's part of the loss.
             ratios (`torch.Tensor`, *optional*): `[B, C]`, logarithms of what TRL is to take for the ratio, and clip.
         """
-        self.pop("old_per_token_logps", None)
-        if ratios is not None:  # TRL subtracts the old log-probabilities from them
-            self["old_per_token_logps"] = ratios.new_zeros(ratios.shape)
+        # TRL subtracts the old log-probabilities from the ratios
+        self.old_logps = None if ratios is None else ratios.new_zeros(ratios.shape)
         if weights is not None:
             self["importance_sampling_ratio"] = weights
 
@@ -246,11 +273,15 @@ require(
     "inputs",
     mentions=(
         *("_get_per_token_logps_and_entropies", "beta", "use_vllm", "vllm_importance_sampling_correction"),
+        *("_entropy_bonus_enabled", "aux_loss_enabled", "entropy_coef", "use_adaptive_entropy", "policy_loss"),
         *("advantages", "prompt_mask", "completion_mask", "tool_mask"),
         *("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"),
     ),
 )
-require("trl.GRPOTrainer._get_per_token_logps_and_entropies", "model", "input_ids", "attention_mask", "logits_to_keep")
+require(
+    "trl.GRPOTrainer._get_per_token_logps_and_entropies",
+    *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"),
+)
 require("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
 # Between the last backward and the optimizer's step
 require("trl.GRPOTrainer._get_grad_norm", "model", "grad_norm")
@@ -277,36 +308,80 @@ def scoring_passes(trainer: Any, noted: Callable[..., None]) -> Iterator[None]:
         yield
 
 
+class Outputs(NamedTuple):
+    """What the loss's forward pass returns, with gradient: `[B, C]`, `[B, C]` and a scalar."""
+
+    logps: torch.Tensor
+    entropies: torch.Tensor | None
+    aux_loss: torch.Tensor | None
+
+
+# Settings that add terms without an advantage, as they are without
+_NO_TERMS = {
+    "beta": 0.0,
+    "_entropy_bonus_enabled": False,
+    "use_adaptive_entropy": False,
+    "entropy_coef": 0.0,
+    "aux_loss_enabled": False,
+}
+
+
 @contextmanager
 def weighed_loss(
     trainer: Any,
     batch: Batch,
-    weigh: Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None] | None],
+    weigh: Callable[[Outputs], tuple[torch.Tensor | None, torch.Tensor | None] | None],
 ) -> Iterator[None]:
     """
-    Context for TRL's `_compute_loss` of the batch, in which the loss has no KL term, and tokens are weighed.
+    Context for TRL's `_compute_loss` of the batch, in which the loss is that of the policy, without the terms that
+    carry no advantage, and tokens are weighed. The first call makes the forward pass; others get what it returned.
 
     Args:
-        weigh (`Callable`): gets the log-probabilities `[B, C]` of the loss's forward pass and returns the weights and
-            the ratios of [`Batch.set_weights`]; `None` leaves the batch as it is.
+        weigh (`Callable`): gets what the loss's forward pass returned, and returns the weights and the ratios of
+            [`Batch.set_weights`]; `None` leaves the batch as it is.
     """
     with ExitStack() as loans:
+        wanted = {"compute_aux_loss": trainer.aux_loss_enabled}  # for the terms, from the same pass
+        seen: list[Any] = []
 
         def stand_in(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            logps, *others = forward(*args, **kwargs)
-            weighed = weigh(logps)
-            if weighed is None:
-                return logps, *others
-            weights, ratios = weighed
+            if not seen:
+                outputs = Outputs(*forward(*args, **{**kwargs, **wanted}))
+                weighed = weigh(outputs)
+                seen.append(outputs if weighed is None else weighed_outputs(outputs, *weighed))
+            return seen[0]
+
+        def weighed_outputs(outputs: Outputs, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> Outputs:
             batch.set_weights(weights, ratios)
             if weights is not None:  # TRL multiplies by weights where it thinks that they are vLLM's
                 loans.enter_context(borrowed(trainer, use_vllm=True, vllm_importance_sampling_correction=True))
-            return logps if ratios is None else ratios, *others
+            return outputs if ratios is None else outputs._replace(logps=ratios)
 
-        own_loss = {"beta": 0.0, "use_vllm": False, "vllm_importance_sampling_correction": False}
+        own_loss = {**_NO_TERMS, "use_vllm": False, "vllm_importance_sampling_correction": False}
         loans.enter_context(borrowed(trainer, **own_loss))
         loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
         yield
+
+
+@contextmanager
+def figures_of_policy(trainer: Any) -> Iterator[dict[str, list[float]]]:
+    """Context, inside [`weighed_loss`], in which TRL tells `policy_loss` among its figures, which are kept apart."""
+    with borrowed(trainer, _entropy_bonus_enabled=True), figures_apart(trainer) as figures:
+        yield figures
+
+
+@contextmanager
+def terms_of_loss(trainer: Any, outputs: Outputs) -> Iterator[dict[str, list[float]]]:
+    """
+    Context for TRL's `_compute_loss` of a batch whose advantages are 0: what remains are the terms without an
+    advantage, of what the forward pass of the policy's loss has returned. TRL's figures are kept apart.
+    """
+    others: dict[str, Any] = {"use_vllm": False, "vllm_importance_sampling_correction": False}
+    if trainer.args.kl_in_reward:
+        others["beta"] = 0.0
+    again = intercepted(trainer, "_get_per_token_logps_and_entropies", lambda *args, **kwargs: outputs)
+    with borrowed(trainer, **others), again, figures_apart(trainer) as figures:
+        yield figures
 
 
 # Generation
@@ -487,18 +562,26 @@ def logits_gradient_tile(
     tile: torch.Tensor,
     targets: torch.Tensor,
     log_z: torch.Tensor,
-    grad: torch.Tensor,
+    grad: torch.Tensor | None,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
     start: int,
     settings: dict[str, Any],
 ) -> torch.Tensor:
-    """TRL's own step from logits `[rows, width]` to their gradient, in place, by its kernel where it has one."""
+    """
+    TRL's own step from logits `[rows, width]` to their gradient, in place, by its kernel where it has one: for the
+    gradient of the log-probabilities, and for the entropies and their gradient; `[rows]` each.
+    """
     rows, width = tile.shape
     block = _BLOCK_SIZE
     function: Callable = _backward_tile
     if head_uses_triton(tile.device):
         function = _backward_kernel[(rows, -(-width // block))]
-    arguments = (tile, tile.stride(0), targets, log_z, log_z, grad, log_z, start, width)
-    function(*arguments, HAS_LOGPROB_GRAD=True, HAS_ENTROPY_GRAD=False, BLOCK_SIZE=block, **settings)
+    # What is not there has its place filled, and is not read
+    entropy, grad_entropy = (log_z, log_z) if of_entropy is None else of_entropy
+    grad_logps = log_z if grad is None else grad
+    arguments = (tile, tile.stride(0), targets, log_z, entropy, grad_logps, grad_entropy, start, width)
+    has = {"HAS_LOGPROB_GRAD": grad is not None, "HAS_ENTROPY_GRAD": of_entropy is not None}
+    function(*arguments, **has, BLOCK_SIZE=block, **settings)
     return tile
 
 

@@ -57,21 +57,24 @@ def test_gradient_on_the_gpu_is_the_definition(family, rule, tmp_path):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
-@pytest.mark.parametrize("token_weights", ["sampler", "p3o", "kpo"])
-def test_token_weights_on_the_gpu_are_those_on_the_cpu(token_weights, rule, lora, tmp_path):
+@pytest.mark.parametrize("token_weights", ["sampler", "p3o", "kpo", "terms"])
+def test_token_weights_and_terms_on_the_gpu_are_those_on_the_cpu(token_weights, rule, lora, tmp_path):
+    chosen = {"token_weights": token_weights}
+    if token_weights == "terms":  # for full weights, a reference model would have to be saved
+        chosen = {"entropy_coef": 0.2, "beta": 0.3 if lora else 0.0}
     gradients = {}
     for device in ("cpu", "cuda"):
         model = tiny.model("qwen3", tie=True)
         if lora:
             torch.manual_seed(0)
             model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-        settings = {"use_cpu": device == "cpu", "rule": rule, "token_weights": token_weights, "fisher_samples": 10_000}
-        trainer = trainer_for(model, tmp_path / device, **settings)
+        settings = {"use_cpu": device == "cpu", "rule": rule, "fisher_samples": 10_000}
+        trainer = trainer_for(model, tmp_path / device, **settings, **chosen)
         trainer.model.to(device)
         _, inputs = batch_on(device)
         generator = torch.Generator().manual_seed(1)
         noise = torch.randn(inputs["completion_ids"].shape, generator=generator) / 2 - math.log(100)
-        inputs["sampling_per_token_logps"] = noise.to(device)
+        inputs["sampling_per_token_logps"] = inputs["ref_per_token_logps"] = noise.to(device)
         trainer.compute_loss(trainer.model, inputs).backward()
         trainer.isopo.end()
         gradients[device] = {n: p.grad.cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}

@@ -40,6 +40,8 @@ VALID = {
     "kpo_stop_gradient": [True, False],
     "kl_in_reward": [True, False],
     "beta": [0.0, 0.04, 1e-30, 10],
+    "entropy_coef": [0.1, -0.1, 0.0],
+    "use_adaptive_entropy": [True, False],
     "epsilon": [0.0, 0.0003, 0.2, INF, None],
     "epsilon_high": [0.0, 0.0004, 0.3, INF, None],
     "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"],
@@ -104,8 +106,7 @@ INVALID = {
     "top_entropy_quantile": [NAN, -0.5, "1", None],
     "off_policy_mask_threshold": [NAN, "1", [1.0]],
     "reward_weights": [[NAN], [INF], [0.0], [1e39], 1.0, "1", ["1"], [], [1.0, 1.0], [None], [[1.0]]],
-    "entropy_coef": [0.1, NAN, "1"],
-    "use_adaptive_entropy": [True],
+    "entropy_coef": [NAN, INF, "1"],
     "router_aux_loss_coef": [0.1, NAN, "1"],
     "use_liger_kernel": [True],
     "fp16": [True],
@@ -134,7 +135,7 @@ def drawn(number: int) -> tuple[dict, bool]:
     if source.random() < 0.35:
         name = source.choice(list(INVALID))
         settings[name] = source.choice(INVALID[name])
-    return settings, source.random() < 0.4 or bool(settings.get("kl_in_reward"))
+    return settings, source.random() < 0.4 or bool(settings.get("beta"))
 
 
 def shown(settings: dict) -> str:

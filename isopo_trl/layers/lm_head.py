@@ -124,20 +124,20 @@ class _ChunkedLMHead(torch.autograd.Function):
     @staticmethod
     @layer_backward
     def backward(ctx, grad_logprobs, grad_entropy, *_):
-        if grad_entropy is not None:
+        if grad_entropy is not None and any(ctx.microbatch.rule.needs):
             raise RuntimeError(
-                "A gradient of the entropy reached the LM head, but a loss term without an advantage has no place in "
-                "ISOPO's single pass: detach the entropy."
+                "A gradient of the entropy reached the LM head in the loss's own pass, where the rule would rescale "
+                "it: give the entropy to `ISOPO.unscaled`, or detach it."
             )
         hidden, weight, bias, *_ = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         with trl_seam.gathered_head(weight, bias):
-            gradients = _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias)
+            gradients = _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight, needs_bias)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
-def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
-    hidden, weight, bias, targets, log_z, _ = ctx.saved_tensors
+def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight, needs_bias):
+    hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
     sequences, microbatch = ctx.sequences, ctx.microbatch
     index, needs = ctx.layer.index, microbatch.rule.needs
     vocab, d = weight.shape
@@ -157,16 +157,21 @@ def _head_gradients(ctx, grad_logprobs, needs_hidden, needs_weight, needs_bias):
     width = max(1, width)
     buffer = torch.empty(len(a), width, device=a.device, dtype=a.dtype)
 
-    def tiles(grad: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def tiles(grad: torch.Tensor | None) -> Iterator[tuple[slice, torch.Tensor]]:
         """Gradient of the logits `[rows, width]`, part by part of the vocabulary, each in the place of the last."""
         for start in range(0, vocab, width):
             part = slice(start, min(start + width, vocab))
             tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - start])
             if bias is not None:
                 tile += bias[part].to(a.dtype)
-            yield part, _logits_gradient(tile, targets, log_z, grad, start, ctx.kernel_args)
+            yield part, _logits_gradient(tile, targets, log_z, grad, of_entropy, start, ctx.kernel_args)
 
-    grad = grad_logprobs.to(log_z.dtype).contiguous()
+    grad: Any = None
+    of_entropy = None
+    if grad_logprobs is not None:  # else there is only a term of the entropy
+        grad = grad_logprobs.to(log_z.dtype).contiguous()
+    if grad_entropy is not None:
+        of_entropy = entropy, grad_entropy.to(log_z.dtype).contiguous()
     grad_hidden = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype)) if needs_hidden else None
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias else None
@@ -260,14 +265,16 @@ class _HeadStatistics:
         return statistics
 
 
-def _logits_gradient(tile, targets, log_z, grad, start, settings):
+def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
     """
-    Turn logits `[rows, width]` into the gradient there, in place: `grad_t (1[v = target_t] - p_tv)`, taken back
-    through the temperature, the soft cap and the scale of the logits, as TRL's backward does.
+    Turn logits `[rows, width]` into the gradient there, in place: `grad_t (1[v = target_t] - p_tv)`, and that of the
+    entropies where `of_entropy` has them and their gradient, taken back through the temperature, the soft cap and the
+    scale of the logits, as TRL's backward does.
     """
     width = tile.shape[1]
     triton = trl_seam.head_uses_triton(tile.device)
-    if not triton and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
+    only_logps = grad is not None and of_entropy is None
+    if only_logps and not triton and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
         # In place, in a third of the passes over memory that TRL's version for devices without Triton makes
         scale = settings["logit_scale"] * settings["inv_t"]
         slope = grad * scale
@@ -275,4 +282,4 @@ def _logits_gradient(tile, targets, log_z, grad, start, settings):
         place = targets - start
         hit = torch.where((place >= 0) & (place < width), slope, 0)
         return tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), hit.unsqueeze(1))
-    return trl_seam.logits_gradient_tile(tile, targets, log_z, grad, start, settings)
+    return trl_seam.logits_gradient_tile(tile, targets, log_z, grad, of_entropy, start, settings)

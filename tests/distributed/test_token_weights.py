@@ -1,4 +1,4 @@
-"""Token weights, and P3O's second way back through the graph, are the same however ranks cut the batch."""
+"""Token weights, and the second way back of what carries no advantage, are the same however ranks cut the batch."""
 
 import importlib.util
 import os
@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests import tiny
 from tests.distributed.process_group import finish, load_runs, start
 
 
@@ -21,6 +22,11 @@ RUNS = {
     "fsdp2-fisher-full-p3o": "ddp-fisher-full-p3o",
     "fsdp2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
     "fsdp2-fisher-full-kpo": "ddp-fisher-full-kpo",
+    "ddp-fisher-full-terms": "ddp-fisher-full-terms",
+    "ddp-none-lora-terms": "ddp-none-lora-terms",
+    "fsdp2-fisher-full-terms": "ddp-fisher-full-terms",
+    "fsdp2-fisher-full-terms-silent": "ddp-fisher-full-terms-silent",
+    "fsdp2-none-lora-terms": "ddp-none-lora-terms",
     "shard-fisher-full-kl": "loop-fisher-full-kl",
     "shard-fisher-lora-kl": "loop-fisher-lora-kl",
 }
@@ -33,9 +39,12 @@ ZERO = {
     "zero3-fisher-full-p3o": "ddp-fisher-full-p3o",
     "zero3-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
     "zero3-fisher-full-kpo": "ddp-fisher-full-kpo",
+    "zero2-fisher-full-terms": "ddp-fisher-full-terms",
+    "zero3-fisher-full-terms": "ddp-fisher-full-terms",
+    "zero3-none-lora-terms-stored": "ddp-none-lora-terms",
 }
 # DeepSpeed divides what goes back by the number of accumulated microbatches, which on two ranks is one
-ACCUMULATED = {name: ZERO[name] for name in ("zero2-fisher-full-p3o", "zero3-fisher-full-p3o")}
+ACCUMULATED = {name: ZERO[name] for name in ZERO if "fisher-full" in name and "kpo" not in name}
 if importlib.util.find_spec("deepspeed") is None:
     ZERO, ACCUMULATED = {}, {}
 
@@ -55,6 +64,7 @@ def results(tmp_path_factory):
     with FileLock(folder / "token_weights.lock"):
         if not all(output.exists() for output in outputs.values()):
             worker = "token_weights_worker.py"
+            tiny.save(folder / "reference", "qwen3", tie=True)
             processes = [start(ranks, worker, outputs[ranks], *runs[ranks], launched=True) for ranks in runs]
             for process in processes:
                 finish(process)
@@ -92,7 +102,7 @@ def test_two_ranks_train_to_the_weights_of_one(name, results):
 
 
 @pytest.mark.parametrize("name", list(ACCUMULATED))
-def test_deepspeed_accumulates_the_pull_as_it_is(name, results):
+def test_deepspeed_accumulates_terms_as_they_are(name, results):
     (one,), (accumulated,) = ranks(results, 1, ACCUMULATED[name]), ranks(results, 1, name)
     assert accumulated["wrapped"] == "DeepSpeedEngine"
     assert distance(one, accumulated) < 2e-6
@@ -111,6 +121,16 @@ def test_two_microbatches_in_one_give_the_same_weights(results):
     assert distance(one, together) < 2e-6
     ess = [line["off_policy/ess"] for line in figures(together)]
     assert ess == pytest.approx(one["ess"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in [*RUNS, *ZERO] if "terms" in name])
+def test_entropy_bonus_is_adapted_to_the_tokens_of_all_ranks(name, results):
+    (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
+    expected = [line["entropy_coef"] for line in one["logs"]]
+    assert expected == [pytest.approx(0.2 + 0.005 * step) for step in (1, 2, 3)]
+    for result in ranks(results, 2, name):
+        assert [line["entropy_coef"] for line in result["logs"]] == expected
+        assert all(line["kl"] > 0.01 for line in result["logs"])
 
 
 def test_the_unscaled_term_is_not_without_effect(results):

@@ -4,7 +4,9 @@ token_weights_worker.py OUTPUT MODE-RULE-WEIGHTS-TOKENS[-OPTION]...
 
 Modes: ddp, fsdp2, zero2 and zero3 are a real `ISOPOTrainer.train()` with `token_weights=TOKENS`; loop and shard are a
 loop of one's own with the core, with a KL term that carries no advantage where TOKENS is kl, the latter with every
-decoder layer sharded. Option `stored` is without gradient checkpointing.
+decoder layer sharded. Where TOKENS is terms, the trainer has no token weights, but a KL term and an adaptive entropy
+bonus, and finds its reference model in the folder `reference` beside OUTPUT. Option `stored` is without gradient
+checkpointing; with `silent`, no token of every other microbatch is scored.
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two. P3O's effective sample
 size is not: the first of two microbatches does not know the second's tokens. So one rank is told: in
@@ -13,6 +15,7 @@ size is not: the first of two microbatches does not know the second's tokens. So
 
 import functools
 import sys
+from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +30,7 @@ from tests.distributed.worker import STEPS, build, deepspeed_config, microbatch
 
 REGULARIZATION = 1.0  # without it, three steps make 1e-4 of a difference of 1e-7 (DeepSpeed sums in its own order)
 KPO = {"epsilon": 0.1, "epsilon_high": 0.2}
+TERMS = {"beta": 0.3, "use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_target": 10.0}
 SAMPLER = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}
 
 
@@ -107,6 +111,10 @@ def train(output, mode, rule, weights, tokens, option=None):
     if option == "joined":
         batches = [joined(*batches[number : number + 2]) for number in range(0, 2 * STEPS, 2)]
         accumulation = 1
+    for number, batch in enumerate(batches) if tokens == "terms" else ():
+        batch.extra["ref_per_token_logps"] = batch.extra.pop("sampling_per_token_logps")
+        if option == "silent" and number % 2:  # the terms vanish on one rank, and not on the other
+            batch.extra["tool_mask"] = torch.zeros_like(batch.completion_mask)
     kind = ShardedByHand if mode == "fsdp2" else ByHand
     if tokens == "p3o" and WORLD == 1 and option != "joined":
         kind = WithForesight
@@ -115,7 +123,7 @@ def train(output, mode, rule, weights, tokens, option=None):
         rule=rule,
         regularization=None if rule == "none" else REGULARIZATION,
         fisher_samples=9,
-        token_weights=tokens,
+        token_weights="none" if tokens == "terms" else tokens,
         use_cpu=True,
         ddp_backend=None if WORLD == 1 else "gloo",
         bf16=False,
@@ -133,9 +141,12 @@ def train(output, mode, rule, weights, tokens, option=None):
         logging_steps=1,
         save_strategy="no",
         deepspeed=deepspeed_config(int(mode[-1])) if mode.startswith("zero") else None,
-        **(KPO if tokens == "kpo" else SAMPLER if tokens == "sampler" else {}),
+        **{"kpo": KPO, "sampler": SAMPLER, "terms": TERMS}.get(tokens, {}),
     )
-    trainer = kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
+    model = build(weights)
+    # Where the reference model is loaded from, with full weights
+    model.config._name_or_path = str(Path(output).with_name("reference"))
+    trainer = kind(model, tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
     trainer.batches = batches
     trainer.train()
     result = {
