@@ -30,6 +30,13 @@ BOUNDS: dict[str, Bound] = {
     "max_grad_norm": (lambda x: x >= 0, "at least 0 (which turns clipping off)"),
     "num_train_epochs": NOT_NEGATIVE,
     "neftune_noise_alpha": NOT_NEGATIVE,
+    "delta": (lambda x: x > 0, "above 0: it is the largest ratio that a token or sequence may have"),
+    "sapo_temperature_neg": POSITIVE,
+    "sapo_temperature_pos": POSITIVE,
+    "vespo_k_pos": NOT_NEGATIVE,
+    "vespo_lambda_pos": NOT_NEGATIVE,
+    "vespo_k_neg": NOT_NEGATIVE,
+    "vespo_lambda_neg": NOT_NEGATIVE,
 }
 # What TRL looks at during the first step only
 CHOICES = {

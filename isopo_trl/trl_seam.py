@@ -121,6 +121,9 @@ _ATTRIBUTES = (
     "_metrics",
     "aux_loss_enabled",
     "beta",
+    "epsilon_high",
+    "epsilon_low",
+    "loss_type",
     "num_iterations",
     "off_policy_mask_threshold",
     "ref_model",
@@ -214,13 +217,21 @@ class Batch(dict):
 
     @property
     def sampler_logps(self) -> torch.Tensor | None:
-        """`[B, C]`, what tokens were drawn with, as far as the sampler has told."""
+        """`[B, C]`, what tokens were drawn with, as far as the sampler has told; TRL's off-policy mask looks at it."""
         return self.get("sampling_per_token_logps")
+
+    @sampler_logps.setter
+    def sampler_logps(self, logps: torch.Tensor) -> None:
+        self["sampling_per_token_logps"] = logps
 
     @property
     def old_logps(self) -> torch.Tensor | None:
         """`[B, C]`, what the policy would have drawn them with when they were generated, where TRL computed that."""
         return self.get("old_per_token_logps")
+
+    @old_logps.setter
+    def old_logps(self, logps: torch.Tensor) -> None:
+        self["old_per_token_logps"] = logps
 
     def set_weights(self, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> None:
         """
