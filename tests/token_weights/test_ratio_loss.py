@@ -12,6 +12,7 @@ from isopo_trl.token_weights import NoWeighting, RatioLoss, Tokens, Weighted
 from isopo_trl.token_weights.ratio_loss import LOSS_TYPES, clipping_range, signs, takes_ratio, weighting_for
 from tests import oracle, tiny, training
 from tests.test_oracle import RULES, build, trainer_for
+from tests.test_trainer_sampling import sampled
 from tests.token_weights.definition import (
     Expected,
     Reference,
@@ -155,7 +156,10 @@ def test_the_examples_are_not_trivial():
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("rule", ["fisher", "interacting", "none"])
+@pytest.mark.parametrize(
+    "rule",
+    ["interacting", pytest.param("fisher", marks=pytest.mark.slow), pytest.param("none", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["clipped", "GSPO", "CISPO", "VESPO"])
 def test_a_sequence_that_is_clipped_whole_or_has_no_advantage_is_no_error(name, rule, tmp_path):
     model = build("llama")
@@ -180,34 +184,37 @@ def stale(trainer, advantages=(1.3, -0.7, 0.4, 0.0, -0.3)):
     return {**batch, "old_per_token_logps": logps - 0.5 * noise}
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *({"loss_type": loss_type} for loss_type in LOSS_TYPES),
-        *({"loss_type": loss_type, "importance_sampling_level": "sequence"} for loss_type in LOSS_TYPES),
-        {"delta": 1.3},
-        {"off_policy_mask_threshold": 0.1, "loss_type": "sapo"},
-    ],
-    ids=str,
-)
-def test_loss_of_trl_is_proportional_to_an_advantage_of_either_sign(settings, sign, tmp_path):
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory):
+    return training.prepared(training.build(tmp_path_factory.mktemp("grpo"), kind=GRPOTrainer))
+
+
+@pytest.mark.parametrize("delta", [None, 1.3])
+@pytest.mark.parametrize("threshold", [None, 0.1])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_of_trl_is_proportional_to_an_advantage_of_either_sign(loss_type, level, threshold, delta, grpo):
     """What ISOPO's rescaling rests on: the loss with an advantage's sign, times its size, is the loss."""
-    trainer = training.prepared(training.build(tmp_path, kind=GRPOTrainer, **settings))
-    batch = stale(trainer, [sign] * 5)
+    batch = stale(grpo)
     logps = batch["old_per_token_logps"] + 0.4 * torch.sin(torch.arange(30.0)).view(5, 6)
     factors = torch.tensor([1.0, 1e-3, 0.3, 7.0, 200.0])
+    settings = {"loss_type": loss_type, "importance_sampling_level": level, "off_policy_mask_threshold": threshold}
 
     def slope(advantages):
         leaf = logps.clone().requires_grad_()
         output = (leaf, torch.zeros_like(leaf), None)
-        with trl_seam.intercepted(trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: output):
-            loss = trainer._compute_loss(trainer.model, {**batch, "advantages": advantages})
+        with (
+            trl_seam.borrowed(grpo, **settings),
+            trl_seam.borrowed(grpo.args, delta=delta),
+            trl_seam.intercepted(grpo, "_get_per_token_logps_and_entropies", lambda *_, **__: output),
+        ):
+            loss = grpo._compute_loss(grpo.model, {**batch, "advantages": advantages})
         return torch.autograd.grad(loss, leaf)[0]
 
-    unit = slope(batch["advantages"])
-    assert unit.any()
-    torch.testing.assert_close(slope(factors * batch["advantages"]), factors.unsqueeze(1) * unit)
+    for sign in (torch.ones(5), -torch.ones(5)):
+        unit = slope(sign)
+        assert unit.any()
+        torch.testing.assert_close(slope(factors * sign), factors.unsqueeze(1) * unit)
 
 
 EQUAL = [
@@ -309,7 +316,7 @@ def test_rule_none_trains_to_the_weights_of_grpo_on_stale_data(settings, reuse, 
 # Fresh data
 
 
-@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+@pytest.mark.parametrize("rule", ["fisher", pytest.param("interacting", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -385,6 +392,26 @@ def test_an_old_policy_is_scored_only_where_nobody_says_what_drew_the_tokens(set
         lines = training.train(trainer)
         assert trainer.passes == passes
         assert [line["off_policy/ess"] == 1 for line in lines] == [True, iterations == 1]
+
+
+# vLLM
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_with_vllm_the_ratio_is_to_the_sampler_and_corrects_for_it_once(tmp_path):
+    """The same as a `rollout_func` with these log-probabilities: no weights beside the ratio, and no pass."""
+    results = []
+    for use_vllm in (False, True):
+        options = {"rollout_func": sampled}
+        trainer = training.build(tmp_path, kind=Counting, options=options, rule="none", epsilon=0.2)
+        training.prepared(trainer)
+        trainer.use_vllm, trainer._last_loaded_step = use_vllm, 0
+        batch = trainer._generate_and_score_completions([{"prompt": text} for text in ("What?", "Is it so?", "No")])
+        assert "importance_sampling_ratio" not in batch and "old_per_token_logps" not in batch
+        results.append(training.gradients(trainer, batch)[1])
+        assert trainer._metrics["train"]["clip_ratio/region_mean"][-1] > 0
+        assert trainer.passes == 0
+    assert training.distance(*results) == 0
 
 
 # Settings
