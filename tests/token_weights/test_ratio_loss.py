@@ -174,12 +174,17 @@ def test_a_sequence_that_is_clipped_whole_or_has_no_advantage_is_no_error(name, 
 # As in TRL
 
 
+def scored(trainer, batch):
+    """Log-probabilities `[B, C]` of the completions."""
+    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+    with torch.no_grad():
+        return trl_seam.score(trainer, trainer.model, ids, mask, batch["completion_ids"].shape[1])
+
+
 def stale(trainer, advantages=(1.3, -0.7, 0.4, 0.0, -0.3)):
     """A batch of completions that an old policy drew, which TRL has scored."""
     batch = oracle.random_batch([3, 1, 5, 4, 2], [6, 5, 1, 4, 3], 100, advantages=torch.tensor(advantages)).for_trl()
-    ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-    with torch.no_grad():
-        logps = trl_seam.score(trainer, trainer.model, ids, mask, batch["completion_ids"].shape[1])
+    logps = scored(trainer, batch)
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(0))
     return {**batch, "old_per_token_logps": logps - 0.5 * noise}
 
@@ -358,22 +363,17 @@ def test_without_a_range_there_is_no_ratio_and_nothing_is_asked_of_the_sampler(t
 # The off-policy mask
 
 
-def test_off_policy_mask_without_a_ratio_drops_sequences_and_nothing_else(tmp_path):
-    def gradients(batch, **settings):
-        trainer = training.prepared(training.build(tmp_path, rule="none", loss_type="luspo", **settings))
-        return training.gradients(trainer, batch)[1]
-
-    trainer = training.prepared(training.build(tmp_path, kind=GRPOTrainer))
-    batch = stale(trainer, [1.0, -1.0, -0.5, -0.3, 0.7])
-    distance = [0.0, 0.02, 0.3, 0.2, 0.9]  # of the sampler, per token
-    with torch.no_grad():
-        ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
-        logps = trl_seam.score(trainer, trainer.model, ids, mask, 6)
-    batch["sampling_per_token_logps"] = logps + torch.tensor(distance).unsqueeze(1)
-    masked = gradients(batch, off_policy_mask_threshold=0.1)  # with an old policy in the batch that is not asked for
+@pytest.mark.parametrize("known", ["sampling_per_token_logps", "old_per_token_logps"])
+def test_off_policy_mask_without_a_ratio_drops_sequences_and_nothing_else(known, grpo, tmp_path):
+    """Whether the sampler says what tokens were drawn with, or TRL has scored the old policy."""
+    batch = stale(grpo, [1.0, -1.0, -0.5, -0.3, 0.7])
     del batch["old_per_token_logps"]
-    batch["advantages"] = batch["advantages"] * torch.tensor([1, 1, 0, 0, 1])
-    assert training.distance(masked, gradients(batch)) < 1e-5
+    own = training.prepared(training.build(tmp_path, rule="none", loss_type="luspo", off_policy_mask_threshold=0.1))
+    distance = torch.tensor([0.0, 0.02, 0.3, 0.2, 0.9])  # per token
+    _, masked = training.gradients(own, {**batch, known: scored(own, batch) + distance.unsqueeze(1)})
+    plain = training.prepared(training.build(tmp_path, rule="none", loss_type="luspo"))
+    kept = batch["advantages"] * torch.tensor([1, 1, 0, 0, 1])
+    assert training.distance(masked, training.gradients(plain, {**batch, "advantages": kept})[1]) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
