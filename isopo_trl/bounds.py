@@ -37,6 +37,13 @@ BOUNDS: dict[str, Bound] = {
     "entropy_coef_delta": FINITE,
     "entropy_target": (lambda x: x == x, "a number"),
     "router_aux_loss_coef": FINITE,
+    "delta": (lambda x: x > 0, "above 0: it is the largest ratio that a token or sequence may have"),
+    "sapo_temperature_neg": POSITIVE,
+    "sapo_temperature_pos": POSITIVE,
+    "vespo_k_pos": NOT_NEGATIVE,
+    "vespo_lambda_pos": NOT_NEGATIVE,
+    "vespo_k_neg": NOT_NEGATIVE,
+    "vespo_lambda_neg": NOT_NEGATIVE,
 }
 # What TRL looks at during the first step only
 CHOICES = {

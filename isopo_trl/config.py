@@ -11,7 +11,7 @@ from .isopo import check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings import check_fields, checked, shown
-from .token_weights import WEIGHTINGS, named, refusals
+from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 
 # Numbers of GRPO's that are read here or by a weighting
@@ -26,15 +26,19 @@ _OF_GRPO = (
     "epsilon_high",
     "off_policy_mask_threshold",
     "router_aux_loss_coef",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
     "top_entropy_quantile",
+    "vespo_k_neg",
+    "vespo_k_pos",
+    "vespo_lambda_neg",
+    "vespo_lambda_pos",
     "vllm_importance_sampling_cap",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
 )
 # TRL holds the weights of rewards in float32
 _LARGEST = 3.4e38
-# Normalisations of the log-probability; the others are defined by what they do with the ratio to an old policy
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 @dataclass
@@ -47,7 +51,7 @@ class ISOPOConfig(GRPOConfig):
     Euclidean norm of its log-probability gradient at a layer, and its coefficient is `c_s = A_s f_s` with `f =
     reg2(F)^p reg2(N)^q reg2(F/N)^r` and `reg2(x) = sqrt(x^2 + lambda E[x^2])`.
 
-    ISOPO has no old policy and no clipping (but for `token_weights="kpo"`). Settings that ask for one of these are
+    ISOPO makes no pass for an old policy and does not clip unless it is asked to. Settings that cannot be honoured are
     refused, with the alternative named. Terms of the loss that carry no advantage (`beta`, the entropy bonus,
     `router_aux_loss_coef`, P3O's pull) are not rescaled: all of them together cost one more backward pass, and none
     with `rule="none"` or where they vanish.
@@ -103,10 +107,13 @@ class ISOPOConfig(GRPOConfig):
               r` passed through a Kalman filter along the completion.
             - The name of a weighting that was added with `isopo_trl.token_weights.register`.
 
-            If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction`, else `"none"`.
-        epsilon, epsilon_high (`float`, *optional*):
-            With `token_weights="kpo"`, the range `(1 - epsilon, 1 + epsilon_high)` to which filtered ratios are
-            clipped. If `None`, 0.0003 and 0.0004. There is no other clipping.
+            If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction` and the loss is not
+            one of the ratio itself (see `epsilon` and `loss_type`), else `"none"`.
+        epsilon, epsilon_high, delta (`float`, *optional*):
+            If one of them is given, the objective is GRPO's, `min(r A, clip(r) A)`, with the ratio r to the behaviour
+            policy (of whole sequences with `importance_sampling_level="sequence"`), clipped to `(1 - epsilon, 1 +
+            epsilon_high)`, and with the defaults of GRPO for the others. If none is, there is no clipping and no
+            ratio. With `token_weights="kpo"`, the range of filtered ratios; if `None`, 0.0003 and 0.0004.
         kpo_gain (`float`, *optional*):
             Fixed gain in place of the Kalman filter's schedule, in (0, 1].
         kpo_initial_variance (`float`, *optional*, defaults to `1.0`):
@@ -125,8 +132,9 @@ class ISOPOConfig(GRPOConfig):
             or truncated.
 
     > [!NOTE]
-    > `loss_type` only chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
-    > `"luspo"`.
+    > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
+    > `"luspo"`; or a loss of the ratio to the behaviour policy, `"cispo"` (with the cap `epsilon_high`), `"sapo"`,
+    > `"vespo"`.
     """
 
     rule: str = field(
@@ -186,7 +194,10 @@ class ISOPOConfig(GRPOConfig):
     )
     epsilon: float | None = field(  # type: ignore[assignment]
         default=None,
-        metadata={"help": "With KPO, distance below 1 at which filtered ratios are clipped. If `None`, 0.0003."},
+        metadata={
+            "help": "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is, "
+            "unless `epsilon_high` or `delta` is given; with KPO 0.0003."
+        },
     )
     kpo_gain: float | None = field(
         default=None, metadata={"help": "Fixed gain in place of the Kalman filter's schedule, in (0, 1]."}
@@ -214,16 +225,14 @@ class ISOPOConfig(GRPOConfig):
         for name, value in weighting.defaults.items() if weighting is not None else ():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.epsilon is None:
-            self.epsilon = _of_grpo("epsilon")
         check_bounds(vars(self))
         super().__post_init__()
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
-            self.token_weights = "sampler" if corrected else "none"
+            self.token_weights = "sampler" if corrected and not ratio_loss.takes_ratio(self) else "none"
         self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
-        for unsupported, message in (*refusals(self), *self._refusals()):
+        for unsupported, message in (*refusals(self), *ratio_loss.refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)
 
@@ -253,25 +262,11 @@ class ISOPOConfig(GRPOConfig):
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""
         defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
-        defaults["epsilon"] = _of_grpo("epsilon")
         settings = [name for name in names if name in defaults]
         return [f"{name}={getattr(self, name)}" for name in settings if getattr(self, name) != defaults[name]]
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        taken = named(self.token_weights).defaults
-        clipping = self.given(*(name for name in ("epsilon", "epsilon_high", "delta") if name not in taken))
         return [
-            (
-                self.loss_type not in LOSS_TYPES,
-                f"loss_type={self.loss_type!r} is defined by the ratio to an old policy, which ISOPO does not "
-                f"compute: use one of {', '.join(map(repr, LOSS_TYPES))} ('dapo' normalises as 'cispo' and 'vespo' "
-                "do, 'grpo' as 'sapo' does).",
-            ),
-            (
-                bool(clipping),
-                f"{', '.join(clipping)} sets a clipping range, but ISOPO has no old policy and no clipping: remove it "
-                "(each sequence's step is bounded by `rule`; token_weights='kpo' clips filtered ratios).",
-            ),
             (
                 not 0 <= self.beta < _LARGEST,
                 f"beta={self.beta} is the weight of the KL divergence: give a number that is finite and not negative.",
@@ -310,7 +305,3 @@ class ISOPOConfig(GRPOConfig):
                 "(or neither).",
             ),
         ]
-
-
-def _of_grpo(name: str) -> Any:
-    return GRPOConfig.__dataclass_fields__[name].default

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import peft
 from accelerate.utils import is_peft_model
 from huggingface_hub import ModelCard
-from trl import GRPOConfig
 
 from .config import ISOPOConfig
+from .token_weights.ratio_loss import BY_RATIO, RANGE
 
 
 if TYPE_CHECKING:
@@ -112,10 +112,8 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
 
 def _changed(args: ISOPOConfig) -> dict[str, Any]:
     """Of the settings of `ISOPOConfig`, and of the clipping range, those that are not at their defaults."""
-    names = (*ISOPOConfig.__annotations__, "epsilon_high")
-    # GRPO's too: `ISOPOConfig` puts it in place of a `None` of its own where GRPO's code will read it
-    defaults = {name: [getattr(config, name, None) for config in (ISOPOConfig, GRPOConfig)] for name in names}
-    return {name: getattr(args, name) for name in names if getattr(args, name) not in defaults[name]}
+    names = (*ISOPOConfig.__annotations__, *RANGE, *BY_RATIO.get(args.loss_type, ()))
+    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(ISOPOConfig, name, None)}
 
 
 def _outcome(trainer: "ISOPOTrainer") -> str:

@@ -23,7 +23,7 @@ from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_a
 from .isopo import ISOPO
 from .kl_reward import KLReward
 from .terms import Derivative, Terms
-from .token_weights import Unscaled, Weighted, Weighting, named
+from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
 
 
 logger = get_logger(__name__)
@@ -39,7 +39,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     With respect to [`~trl.GRPOTrainer`], the backward pass rescales each sequence's log-probability gradient, layer by
     layer, before it meets the advantage (see [`ISOPOConfig`]), and no pass over the data is made for an old policy's
-    log-probabilities: where `token_weights` need the behaviour policy's, they are the sampler's own, if it gives them.
+    log-probabilities: where `token_weights` or the loss need the behaviour policy's, they are the sampler's own, if it
+    gives them.
     Everything else (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
 
     Example:
@@ -102,18 +103,11 @@ class ISOPOTrainer(GRPOTrainer):
                 f"`args` must be an `ISOPOConfig`, got {type(args).__name__}: it takes the same arguments as "
                 "`GRPOConfig`, and the rule."
             )
-        given = _SIGNATURE.bind(self, model, reward_funcs, args, *positional, **kwargs).arguments
-        weighting = named(args.token_weights)
-        silent = not args.use_vllm and given.get("rollout_func") is None and not weighting.needs_behaviour
-        if args.off_policy_mask_threshold is not None and silent:
-            raise ValueError(
-                "off_policy_mask_threshold compares with the sampler's log-probabilities, which only vLLM or a "
-                "`rollout_func` returns, or transformers' generation for token_weights: set use_vllm=True or "
-                "token_weights, or leave the threshold unset."
-            )
+        weighting = ratio_loss.weighting_for(args)
         reward_functions.verify_callable(reward_funcs)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if not self.reward_weights.any() and not args.kl_in_reward:
             raise ValueError(
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
@@ -216,15 +210,10 @@ class ISOPOTrainer(GRPOTrainer):
                 f"ISOPO takes one advantage per sequence, got shape {list(advantages.shape)}: per-token advantages "
                 "are not supported."
             )
-        if self.off_policy_mask_threshold is not None and batch.sampler_logps is None:
-            raise ValueError(
-                "off_policy_mask_threshold compares with the sampler's log-probabilities, but the generation or "
-                "`rollout_func` returned none: return `logprobs`, or leave the threshold unset."
-            )
         train = torch.is_grad_enabled()
         if train:
             # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
-            sign = torch.where(advantages < 0, -1.0, 1.0).to(advantages.dtype).requires_grad_()
+            sign = ratio_loss.signs(advantages, self.loss_type).requires_grad_()
             batch.advantages = sign
             microbatch = self.isopo.begin(
                 advantages.abs(),
@@ -233,7 +222,7 @@ class ISOPOTrainer(GRPOTrainer):
                 loss_scale=1 / self.current_gradient_accumulation_steps,
             )
         trl_loss = partial(super()._compute_loss, model)
-        forward = _Forward(self.weighting, batch, self._optimizer_steps, self.terms.needs_behaviour)
+        forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, self.terms.needs_behaviour)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         with caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
@@ -392,6 +381,7 @@ class _Forward:
     Args:
         weighting ([`Weighting`]): weighs the tokens.
         batch ([`Batch`]): the batch that the loss is computed of.
+        advantages (`torch.Tensor`): `[B]`, of which the loss may have the signs alone.
         optimizer_steps (`int`): number of optimizer steps up to now.
         asks_older (`bool`): whether what an older policy drew the tokens with is asked for, beside the weights.
     """
@@ -401,9 +391,17 @@ class _Forward:
     weighted: Weighted
     older: torch.Tensor | None = None  # [B, C], as far as known, where an older policy drew the tokens
 
-    def __init__(self, weighting: Weighting, batch: trl_seam.Batch, optimizer_steps: int, asks_older: bool = False):
+    def __init__(
+        self,
+        weighting: Weighting,
+        batch: trl_seam.Batch,
+        advantages: torch.Tensor,
+        optimizer_steps: int,
+        asks_older: bool = False,
+    ):
         self._weighting = weighting
         self._batch = batch
+        self._advantages = advantages
         self._optimizer_steps = optimizer_steps
         self._asks_older = asks_older
         # The weights, where an unscaled term asks what the loss makes of them
@@ -419,8 +417,12 @@ class _Forward:
             # Where old log-probabilities were asked for, it was not for a ratio in the policy's part of the loss
             return (None, None) if self._asks_older else None
         behaviour = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
-        self.weighted = self._weighting(logps, behaviour, mask)
-        weights = self.weighted.weights
+        self.weighted = self._weighting(logps, behaviour, mask, self._advantages)
+        weights, old = self.weighted.weights, self.weighted.old_logps
+        self._batch.sampler_logps = behaviour if old is None else old
+        if old is not None:
+            self._batch.old_logps = old
+            return None
         if self.weighted.unscaled is not None and torch.is_grad_enabled():
             weights = torch.ones_like(logps) if weights is None else weights.expand_as(logps)
             weights = weights.detach().requires_grad_()

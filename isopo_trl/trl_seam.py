@@ -124,6 +124,9 @@ _ATTRIBUTES = (
     "aux_loss_enabled",
     "beta",
     "entropy_coef",
+    "epsilon_high",
+    "epsilon_low",
+    "loss_type",
     "num_iterations",
     "off_policy_mask_threshold",
     "ref_model",
@@ -232,8 +235,12 @@ class Batch(dict):
 
     @property
     def sampler_logps(self) -> torch.Tensor | None:
-        """`[B, C]`, what tokens were drawn with, as far as the sampler has told."""
+        """`[B, C]`, what tokens were drawn with, as far as the sampler has told; TRL's off-policy mask looks at it."""
         return self.get("sampling_per_token_logps")
+
+    @sampler_logps.setter
+    def sampler_logps(self, logps: torch.Tensor) -> None:
+        self["sampling_per_token_logps"] = logps
 
     @property
     def old_logps(self) -> torch.Tensor | None:

@@ -57,14 +57,33 @@ REFUSED = [
     ({"regularization_decay": -0.1}, ["regularization_decay=-0.1", "[0, 1)"]),
     ({"fisher_samples": 0}, ["fisher_samples=0", "at least 1"]),
     ({"fisher_samples": 2.5}, ["fisher_samples=2.5", "whole number"]),
-    ({"loss_type": "cispo"}, ["loss_type='cispo'", "'dapo'"]),
-    ({"loss_type": "sapo"}, ["loss_type='sapo'", "'grpo'"]),
-    ({"loss_type": "vespo"}, ["loss_type='vespo'", "'dapo'"]),
-    ({"loss_type": "typo"}, ["loss_type='typo'", "'dapo'"]),
-    ({"epsilon": 0.1}, ["epsilon=0.1", "clipping", "remove", "`rule`"]),
-    ({"epsilon_high": 0.3}, ["epsilon_high=0.3", "clipping", "remove", "`rule`"]),
-    ({"delta": 2.0}, ["delta=2.0", "clipping", "remove", "`rule`"]),
-    ({"epsilon": 0.1, "delta": 2.0}, ["epsilon=0.1, delta=2.0", "remove"]),
+    # Losses of the ratio
+    ({"loss_type": "typo"}, ["loss_type='typo'", "'dapo'", "'cispo'"]),
+    *(
+        ({"loss_type": loss_type, "token_weights": weights}, [f"'{loss_type}'", f"'{weights}'", "'none'", "'grpo'"])
+        for loss_type, weights in (("cispo", "p3o"), ("sapo", "kpo"), ("vespo", "sampler"))
+    ),
+    ({"epsilon": 0.2, "token_weights": "sampler"}, ["epsilon=0.2", "token_weights='sampler'", "remove", "'none'"]),
+    ({"epsilon_high": 0.3, "token_weights": "p3o"}, ["epsilon_high=0.3", "token_weights='p3o'", "remove"]),
+    ({"epsilon": 0.1, "delta": 2.0, "token_weights": "p3o"}, ["epsilon=0.1, delta=2.0", "remove"]),
+    ({"epsilon": -0.1}, ["epsilon=-0.1", "negative"]),
+    ({"epsilon_high": float("nan")}, ["epsilon_high=nan", "negative"]),
+    ({"epsilon": "0.2"}, ["epsilon='0.2'", "a number or None"]),
+    ({"delta": 0.0}, ["delta=0.0", "above 0"]),
+    ({"delta": float("nan")}, ["delta=nan", "above 0"]),
+    ({"loss_type": "cispo", "epsilon_high": 0.0}, ["epsilon_high=0.0", "'cispo'", "5.0"]),
+    ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, ["sapo_temperature_pos=0.0", "positive"]),
+    ({"loss_type": "sapo", "sapo_temperature_neg": "1"}, ["sapo_temperature_neg='1'", "a number"]),
+    ({"loss_type": "vespo", "vespo_k_pos": float("inf")}, ["vespo_k_pos=inf", "finite"]),
+    ({"loss_type": "vespo", "vespo_lambda_neg": -1.0}, ["vespo_lambda_neg=-1.0", "not negative"]),
+    (
+        {"use_vllm": True, "epsilon": 0.2, "vllm_importance_sampling_clip_max": 2.0},
+        ["vllm_importance_sampling_clip_max=2.0", "epsilon=0.2", "remove"],
+    ),
+    (
+        {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_clip_min": 0.5},
+        ["vllm_importance_sampling_clip_min=0.5", "loss_type='vespo'", "remove"],
+    ),
     ({"kl_in_reward": True}, ["kl_in_reward=True", "set beta"]),
     ({"entropy_coef": float("nan")}, ["entropy_coef=nan", "finite"]),
     ({"entropy_coef": "0.1"}, ["entropy_coef='0.1'", "a number"]),
@@ -225,6 +244,12 @@ def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
     "settings",
     [
         {"epsilon": 0.2},
+        {"epsilon": 0.0, "epsilon_high": float("inf"), "delta": float("inf")},
+        {"epsilon": 0.0003, "epsilon_high": 0.0004, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"loss_type": "cispo"},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "off_policy_mask_threshold": 0.5},
+        {"loss_type": "sapo", "use_vllm": True, "rule": "interacting"},
+        {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
         {"regularization": 0},
         {"regularization_decay": 0.0},
         {"rule": "fisher", "fisher_power": 0.0},
@@ -281,6 +306,8 @@ def test_numbers_of_numpy_become_pythons_own_so_that_a_checkpoint_can_be_loaded(
         ({"use_vllm": True}, "sampler"),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "none"),
         ({"use_vllm": True, "token_weights": "none"}, "none"),
+        ({"use_vllm": True, "epsilon": 0.2}, "none"),  # the loss corrects by its own ratio
+        ({"use_vllm": True, "loss_type": "sapo"}, "none"),
         ({"use_vllm": True, "token_weights": "p3o"}, "p3o"),
         ({"token_weights": "sampler"}, "sampler"),
         ({"token_weights": "kpo"}, "kpo"),
@@ -310,7 +337,7 @@ def test_clipping_range_of_kpo_is_its_own_where_it_is_not_given(settings, expect
 @pytest.mark.parametrize("weights", ["none", "sampler", "p3o"])
 def test_other_token_weights_leave_the_clipping_range_alone(weights):
     args = config(token_weights=weights)
-    assert (args.epsilon, args.epsilon_high) == (0.2, None)
+    assert (args.epsilon, args.epsilon_high) == (None, None)
 
 
 @pytest.mark.parametrize("settings", [{}, {"epsilon": 0.1, "epsilon_high": 0.3}, {"epsilon": 0.01}], ids=str)
@@ -328,6 +355,8 @@ def test_trainer_clips_where_the_configuration_says(settings, tmp_path):
         {"token_weights": "kpo"},
         {"token_weights": "kpo", "kpo_gain": 0.01, "epsilon": 0.1, "epsilon_high": 0.3},
         {"token_weights": "kpo", "kpo_initial_variance": 0.0, "kpo_stop_gradient": True},
+        {"epsilon": 0.2},
+        {"epsilon_high": 0.3, "use_vllm": True},
     ],
     ids=str,
 )
@@ -375,23 +404,6 @@ def test_configuration_of_grpo_is_refused(tmp_path):
         training.ISOPOTrainer(tiny.model("qwen3"), tiny.reward, args, tiny.prompts(4))
     assert "`ISOPOConfig`" in str(error.value) and "GRPOConfig" in str(error.value)
     assert sentences(str(error.value)) == 1
-
-
-def test_off_policy_mask_without_a_sampler_is_refused(tmp_path):
-    message = refused(tmp_path, off_policy_mask_threshold=0.5)
-    assert "off_policy_mask_threshold" in message and "use_vllm=True" in message and "`rollout_func`" in message
-    assert sentences(message) == 1
-
-
-@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
-def test_off_policy_mask_with_a_rollout_that_gives_no_log_probabilities_is_refused(tmp_path):
-    def rollout(prompts, trainer):
-        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": prompt_ids, "completion_ids": [[20], [30], [40]], "logprobs": None}
-
-    trainer = training.build(tmp_path, options={"rollout_func": rollout}, off_policy_mask_threshold=0.5)
-    with pytest.raises(ValueError, match="off_policy_mask_threshold"):
-        trainer.train()
 
 
 def test_experts_are_refused_by_the_names_of_their_parameters(tmp_path):
@@ -559,8 +571,5 @@ def test_setting_is_documented(name):
 def test_defaults_of_grpo_are_kept():
     for field in dataclasses.fields(GRPOConfig):
         own = ISOPOConfig.__dataclass_fields__[field.name]
-        if field.name != "epsilon":  # which of two it is depends on the token weights
+        if field.name != "epsilon":  # nothing is clipped unless it is asked for
             assert own.default == field.default and own.type == field.type, field.name
-    settings = {"use_cpu": True, "bf16": False}
-    assert ISOPOConfig("x", **settings).epsilon == GRPOConfig("x", **settings).epsilon
-    assert ISOPOConfig("x", token_weights="kpo", epsilon=0.2, **settings).epsilon == 0.2

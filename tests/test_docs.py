@@ -28,6 +28,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from isopo_trl import ISOPOConfig
+from isopo_trl.token_weights.ratio_loss import LOSS_TYPES
 from isopo_trl.validation import callback
 from tests import oracle, tiny, training
 from tests.test_trainer_sampling import with_vllm
@@ -338,14 +339,18 @@ def test_setting_is_refused_as_the_table_says(name):
 
 # What is accepted, and what is refused with which message
 IN_PART = {
-    "off_policy_mask_threshold": (None, {"off_policy_mask_threshold": 0.5}),
+    "off_policy_mask_threshold": (
+        {"off_policy_mask_threshold": 0.5},
+        {"off_policy_mask_threshold": 0.5, "token_weights": "kpo"},
+    ),
     "multi_objective_aggregation": (
         {"multi_objective_aggregation": "normalize_then_sum"},
         {"multi_objective_aggregation": "normalize_then_sum", "beta": 0.1, "kl_in_reward": True},
     ),
-    "loss_type": ({"loss_type": "dr_grpo"}, {"loss_type": "cispo"}),
-    "epsilon": ({"epsilon": 0.1, "token_weights": "kpo"}, {"epsilon": 0.1}),
-    "epsilon_high": ({"epsilon_high": 0.28, "token_weights": "kpo"}, {"epsilon_high": 0.28}),
+    "loss_type": ({"loss_type": "cispo"}, {"loss_type": "cispo", "token_weights": "p3o"}),
+    "epsilon": ({"epsilon": 0.1, "token_weights": "kpo"}, {"epsilon": 0.1, "token_weights": "p3o"}),
+    "epsilon_high": ({"epsilon_high": 0.28}, {"epsilon_high": 0.28, "token_weights": "sampler"}),
+    "delta": ({"delta": 2.0}, {"delta": 2.0, "token_weights": "kpo"}),
     "importance_sampling_level": (
         {"importance_sampling_level": "sequence"},
         {"importance_sampling_level": "sequence", "token_weights": "p3o"},
@@ -364,12 +369,14 @@ def test_setting_is_taken_in_part_as_the_table_says(name, tmp_path):
 
 def test_loss_types_are_those_of_the_table():
     (row,) = [row for row in table("from_grpo.md", "Every setting of GRPOConfig") if row[0] == "`loss_type`"]
-    taken, refused = (re.findall(r"`(\w+)`", part) for part in row[2].split(". "))
-    for loss_type in taken:
+    normalised, of_the_ratio = (re.findall(r"`(\w+)`", part) for part in row[2].split(". "))
+    for loss_type in normalised:
+        configuration(loss_type=loss_type, token_weights="p3o")
+    for loss_type in of_the_ratio[:3]:
         configuration(loss_type=loss_type)
-    for loss_type in refused:
         with pytest.raises(ValueError, match="loss_type"):
-            configuration(loss_type=loss_type)
+            configuration(loss_type=loss_type, token_weights="p3o")
+    assert {*normalised, *of_the_ratio[:3]} == {*LOSS_TYPES}
 
 
 def test_training_arguments_are_refused_as_the_table_says():
@@ -426,6 +433,7 @@ def is_listed(name, listed):
 def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     listed, logged = metric_names(), set()
     runs = [{"rule": rule} for rule in ("fisher", "fig4", "interacting", "none")]
+    runs += [{"loss_type": loss_type} for loss_type in ("cispo", "vespo")]
     for settings in [*runs, {"beta": 0.1, "kl_in_reward": True, "entropy_coef": 0.1}]:
         model = tiny.save(tmp_path / "model", "qwen3") if "beta" in settings else "qwen3"
         trainer = training.build(tmp_path, model, max_steps=1, **settings)

@@ -336,7 +336,7 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "--nonsense is not an argument" in refused(gsm8k, capsys, [*given, "--trainer=grpo", "--nonsense", "1"])
     assert "write {question} where it should go" in refused(gsm8k, capsys, [*given, "--user_template=Solve it."])
     assert "--dataset_streaming" in refused(gsm8k, capsys, [*given, "--dataset_streaming"])
-    assert "epsilon" in refused(gsm8k, capsys, [*given, "--epsilon=0.1"])
+    assert "epsilon" in refused(gsm8k, capsys, [*given, "--epsilon=0.1", "--token_weights=p3o"])
     for name, value in (
         *[("num_generations", value) for value in ("0", "-2", "two", "2.5")],
         *[("temperature", value) for value in ("0", "-1", "nan", "inf")],

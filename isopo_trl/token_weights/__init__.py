@@ -7,6 +7,7 @@ One file for each weighting, chosen by `ISOPOConfig(token_weights=...)`; [`regis
 from .kpo import KPO
 from .none import NoWeighting
 from .p3o import P3O
+from .ratio_loss import RatioLoss
 from .ratios import batch_figures, log_ratios, ratio_sums
 from .sampler import SamplerCorrection
 from .weighting import WEIGHTINGS, Tokens, Unscaled, Weighted, Weighting, named, refusals, register
@@ -17,6 +18,7 @@ __all__ = [
     "P3O",
     "WEIGHTINGS",
     "NoWeighting",
+    "RatioLoss",
     "SamplerCorrection",
     "Tokens",
     "Unscaled",

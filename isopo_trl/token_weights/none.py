@@ -22,7 +22,13 @@ class NoWeighting(Weighting):
     def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
         yield from ()
 
-    def __call__(self, logps: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> Weighted:
+    def __call__(
+        self,
+        logps: torch.Tensor,
+        behaviour: torch.Tensor,
+        mask: torch.Tensor,
+        advantages: torch.Tensor | None = None,
+    ) -> Weighted:
         return Weighted()
 
     def weigh(self, tokens: Tokens) -> Weighted:

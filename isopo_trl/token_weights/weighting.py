@@ -24,12 +24,14 @@ class Tokens:
         behaviour (`torch.Tensor`): `[B, C]`, those under the policy that drew the tokens; NaN where nobody knows.
         mask (`torch.Tensor`): `[B, C]`, nonzero at scored tokens.
         log_ratio (`torch.Tensor`): `[B, C]`, `log r_t` with the gradient of `logps`; 0 where no token is scored.
+        advantages (`torch.Tensor`, *optional*): `[B]`, those of the sequences.
     """
 
     logps: torch.Tensor
     behaviour: torch.Tensor
     mask: torch.Tensor
     log_ratio: torch.Tensor
+    advantages: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ class Weighted:
         log_ratio (`torch.Tensor`, *optional*):
             `[B, C]`, with gradient, in place of the log-probabilities: the objective is then `min(r A, clip(r) A)` of
             this ratio, clipped at the configuration's `epsilon` and `epsilon_high`.
+        old_logps (`torch.Tensor`, *optional*):
+            `[B, C]`, without gradient: those of the old policy to which TRL's loss takes the ratio, and clips it.
+            Cannot be combined with the others.
         unscaled (`Callable`, *optional*):
             Asked after the loss, where the device has been waited for: the term that no rule may rescale, or `None`
             where it vanishes. Needs `goes_back_twice`, and cannot be combined with `log_ratio`.
@@ -68,6 +73,7 @@ class Weighted:
 
     weights: torch.Tensor | None = None
     log_ratio: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
     unscaled: Callable[[], Unscaled | None] | None = None
     sums: torch.Tensor | None = None
     figures: dict[str, float] = field(default_factory=dict)
@@ -77,6 +83,12 @@ class Weighted:
             raise ValueError(
                 "A weighting returned both `log_ratio` and `unscaled`: the loss's normalisation, which the unscaled "
                 "term shares, cannot be told from the clipped ratio, so return only one of the two."
+            )
+        others = (self.weights, self.log_ratio, self.unscaled)
+        if self.old_logps is not None and any(other is not None for other in others):
+            raise ValueError(
+                "A weighting returned `old_logps` together with `weights`, `log_ratio` or `unscaled`: the loss would "
+                "count the ratio twice, so return only one of them."
             )
 
 
@@ -169,7 +181,13 @@ class Weighting(ABC):
 
     # One microbatch
 
-    def __call__(self, logps: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor) -> Weighted:
+    def __call__(
+        self,
+        logps: torch.Tensor,
+        behaviour: torch.Tensor,
+        mask: torch.Tensor,
+        advantages: torch.Tensor | None = None,
+    ) -> Weighted:
         """
         Weigh the tokens of a microbatch and, where gradients are recorded, add it to the step's.
 
@@ -177,9 +195,10 @@ class Weighting(ABC):
             logps (`torch.Tensor`): `[B, C]`, log-probabilities of the training forward, with their gradient.
             behaviour (`torch.Tensor`): `[B, C]`, those under the policy that drew the tokens; NaN where unknown.
             mask (`torch.Tensor`): `[B, C]`, nonzero at scored tokens.
+            advantages (`torch.Tensor`, *optional*): `[B]`.
         """
         log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
-        tokens = Tokens(logps, behaviour, mask, log_ratio)
+        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages)
         weighted = self.weigh(tokens)
         if weighted.unscaled is not None and not self.goes_back_twice:
             raise TypeError(
