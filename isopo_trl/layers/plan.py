@@ -9,6 +9,8 @@ from ..microbatch import CurrentMicrobatch
 from ..rules.rule import Rule
 from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
+from .experts import ExpertsForward, check_experts, is_experts
+from .functional_linear import FunctionalLinearLayer
 from .layer import Layer, Unsupported, full_shape
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
@@ -18,7 +20,14 @@ from .rms_norm import RMSNormLayer, frozen_norms
 
 
 # In the order in which they are asked; the first that accepts a module takes it
-KINDS: list[type[Layer]] = [LinearLayer, EmbeddingLayer, LayerNormLayer, RMSNormLayer, ElementwiseLayer]
+KINDS: list[type[Layer]] = [
+    LinearLayer,
+    EmbeddingLayer,
+    FunctionalLinearLayer,
+    LayerNormLayer,
+    RMSNormLayer,
+    ElementwiseLayer,
+]
 
 _ADVICE = "freeze them (`parameter.requires_grad_(False)`), or train with LoRA (`peft_config=LoraConfig({})`)."
 ADVICE = _ADVICE.format("target_modules='all-linear'")
@@ -38,6 +47,7 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
         for module in adapters.modules()
     }
     layers: list[Layer] = []
+    places = 0
     refused: list[str] = []
     experts = False
     for name, module in model.named_modules():
@@ -48,6 +58,11 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
         try:
             if module in of_parameters:
                 raise Unsupported("an adapter of a bare parameter")
+            if is_experts(module):
+                check_experts(module)
+                layers += ExpertsForward(current, module, name).add_stacks(places)
+                places = layers[-1].indices.stop
+                continue
             kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
             reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
         except Unsupported as error:
@@ -57,7 +72,8 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
             # PEFT's 'all-linear' includes stacks of experts
             experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
         else:
-            layers.append(kind(current, module, name, len(layers)))
+            layers.append(kind(current, module, name, places))
+            places += 1
     if refused:
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         advice = _ADVICE_FOR_EXPERTS if experts else ADVICE

@@ -37,8 +37,8 @@ class Ledger:
         if not any(self.rule.needs):
             self.table[:, 0] = self.advantages
 
-    def record(self, index: int, result: Coefficients) -> None:
-        """Enter the coefficients of layer `index`."""
+    def record(self, index: int | slice, result: Coefficients) -> None:
+        """Enter the coefficients of layer `index`, or of several layers."""
         for place, values in enumerate(result):
             if values is not None:
                 self.table[index, place] = values

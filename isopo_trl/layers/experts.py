@@ -1,0 +1,306 @@
+"""
+Mixtures of experts: stacks of matrices `[E, ...]` in one module, each expert's matrix a layer of its own.
+
+All families of transformers whose experts can be computed in several ways (`experts_implementation`) describe
+themselves in the same words (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`), from which the forward here is
+made: rows sorted by expert, two products of each expert's rows with its own matrix, and between them what the module
+itself does there. That is the sum which every implementation computes, so it stands in for all of them. LoRA on a
+stack (PEFT's `target_parameters`) is two more such products, with a low rank between them, beside that of the frozen
+stack; the stack with its update added is never formed.
+
+What is a row, and which positions are samples at an expert, is said in [`~geometry.routing`].
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from ..geometry.routing import Routing, routed_statistics
+from ..geometry.sequences import Sequences
+from ..microbatch import CurrentMicrobatch, Microbatch
+from ..rules.rule import Rule
+from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward
+
+
+IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
+_DESCRIPTION = (
+    "num_experts",
+    "has_gate",
+    "has_bias",
+    "has_post_expert_norm",
+    "is_transposed",
+    "_apply_gate",
+    "config",
+)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module describes itself as transformers' experts do."""
+    return all(hasattr(module, name) for name in _DESCRIPTION)
+
+
+class ExpertStack(Layer):
+    """
+    One stack of matrices, with its stack of biases where it has one: as many layers as there are experts.
+
+    Args:
+        forward_of ([`ExpertsForward`]): the forward that it takes part in.
+        module (`nn.Module`): the module whose parameters are trained: the experts, or a factor of their LoRA.
+        name (`str`): its name in the model.
+        index (`int`): the first expert's place in the running statistics.
+        parameters (`list[str]`): names of the trained parameters, relative to the module.
+    """
+
+    kind = "experts"
+
+    def __init__(self, forward_of: "ExpertsForward", module: nn.Module, name: str, index: int, parameters: list[str]):
+        super().__init__(forward_of.current, module, name, index)
+        self.forward_of = forward_of
+        self.parameters = parameters
+
+    @property
+    def indices(self) -> range:
+        experts: Any = self.forward_of.module
+        return range(self.index, self.index + experts.num_experts)
+
+    def place_names(self) -> list[str]:
+        return [f"{self.name}.{self.parameters[0]}[{e}]" for e in range(len(self.indices))]
+
+    def attach(self) -> None:
+        self.forward_of.attach()
+
+    def detach(self) -> None:
+        self.forward_of.detach()
+
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
+        return "ghost" if any(rule.needs) else "no statistics"
+
+
+@dataclass
+class Adapter:
+    """A trained LoRA of one stack: PEFT's wrapper, the adapter's name, and its two factors."""
+
+    wrapper: ParamWrapper
+    name: str
+    A: ExpertStack
+    B: ExpertStack
+
+
+class ExpertsForward(Layer):
+    """
+    The forward of an experts module, some stacks of which are trained.
+
+    Args:
+        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
+        module (`nn.Module`): the experts.
+        name (`str`): its name in the model.
+    """
+
+    kind = "experts"
+
+    def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str):
+        super().__init__(current, module, name, -1)
+        self.stacks: dict[str, ExpertStack] = {}  # by the name of the matrices' parameter
+        self.adapters: dict[str, Adapter] = {}
+
+    def add_stacks(self, index: int) -> list[Layer]:
+        """The trained stacks of the module itself, the first expert of the first one at `index`."""
+        for weight in matrices(self.module):
+            trained = [name for name in (weight, f"{weight}_bias") if name in self.parameters]
+            if trained:
+                stack = ExpertStack(self, self.module, self.name, index, trained)
+                self.stacks[weight] = stack
+                index = stack.indices.stop
+        return list(self.stacks.values())
+
+    @property
+    def microbatch(self) -> Microbatch | None:
+        microbatch = self.current.microbatch
+        if microbatch is None or not torch.is_grad_enabled():
+            return None
+        takes_part = self.active_adapters() or any(p.requires_grad for p in self.module.parameters(recurse=False))
+        return microbatch if takes_part else None
+
+    def active_adapters(self) -> dict[str, Adapter]:
+        """The adapters that PEFT has put on the module for the call under way."""
+        on = getattr(self.module, "parametrizations", {})
+        active = {name: adapter for name, adapter in self.adapters.items() if name in on}
+        for adapter in active.values():
+            if list(adapter.wrapper.active_adapters) != [adapter.name]:
+                raise RuntimeError(
+                    f"The adapters {adapter.wrapper.active_adapters} of {self.name} are active, but ISOPO was "
+                    f"attached to the training of {adapter.name!r} alone: activate that one (`set_adapter`)."
+                )
+        return active
+
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            given = inspect.signature(type(module).forward).bind(module, x, *args, **kwargs).arguments
+            args = tuple(given.values())[2:]
+        choices, weights = args
+        microbatch.check(self.name, x)
+        adapters = self.active_adapters()
+        for adapter in adapters.values():
+            microbatch.add_to_graph(adapter.A.module)
+            microbatch.add_to_graph(adapter.B.module)
+        x = x.reshape(microbatch.sequences.rows, -1)
+        routing = Routing.of(choices.reshape(len(x), -1), module.num_experts, microbatch.sequences)
+
+        def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+            W, bias = matrix_and_bias(module, name)
+            stack = self.stacks.get(name)
+            y = _ExpertProduct.apply(*_cast(module, rows, W, bias), routing, stack, microbatch)
+            if name not in adapters:
+                return y
+            adapter = adapters[name]
+            A, B = factors(adapter.wrapper, adapter.name)
+            rows, A, _ = _cast(module, rows, A, None)
+            h = _ExpertProduct.apply(rows, A, None, routing, adapter.A, microbatch)
+            h, B, _ = _cast(module, h * adapter.wrapper.scaling[adapter.name], B, None)
+            return y + _ExpertProduct.apply(h, B, None, routing, adapter.B, microbatch).to(y.dtype)
+
+        return experts_output(module, x, routing, weights, product)
+
+
+def matrices(module: Any) -> tuple[str, str]:
+    """The names of the two stacks of matrices."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def matrix_and_bias(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The matrices `[E, p, d]` and biases `[E, p]` of a stack, without what PEFT adds to them during a call."""
+    on = getattr(module, "parametrizations", {})
+    W = on[name].original if name in on else getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    return (W.transpose(1, 2) if module.is_transposed else W), bias
+
+
+def factors(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """LoRA's factors of each expert, `A` `[E, r, d]` and `B` `[E, p, r]`, in PEFT's layout of them."""
+    A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    E = wrapper.num_experts
+    return A.reshape(E, -1, A.shape[1]), B.reshape(B.shape[0], -1, E).permute(2, 0, 1)
+
+
+def experts_output(
+    module: Any,
+    x: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    product: Callable[[str, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """
+    What the experts make of `x` `[N, d]`, with `product(name, rows)` the rows `[S, ...]` times the stack of that name,
+    and `weights` `[N, k]` of the experts chosen.
+    """
+    up, down = matrices(module)
+    y = product(up, x[routing.positions])
+    y = product(down, module._apply_gate(y) if module.has_gate else module.act_fn(y))
+    if module.has_post_expert_norm:
+        y = module.post_expert_norm(y)
+    y = y * weights.reshape(-1)[routing.order].unsqueeze(1)
+    return y[routing.places].view(*routing.choices.shape, -1).sum(1).to(x.dtype)
+
+
+def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+    """As the module's implementation would before the product: grouped ones know nothing of autocast."""
+    if module.config._experts_implementation == "grouped_mm":
+        return x.to(W.dtype), W, bias
+    x, W, bias = autocast(x, W, bias)
+    return x.to(W.dtype), W, bias
+
+
+class _ExpertProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W, bias, routing, stack, microbatch):
+        ctx.save_for_backward(x, W)
+        ctx.routing, ctx.stack, ctx.microbatch = routing, stack, microbatch
+        y = routing.product(x, W.transpose(1, 2))
+        return y if bias is None else y + bias[routing.row_experts]
+
+    @staticmethod
+    @layer_backward
+    def backward(ctx, grad):
+        a, W = ctx.saved_tensors
+        g = grad.contiguous()
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = ctx.routing.product(g, W) if needs_x else None
+        gradients: tuple = (None, None)
+        if ctx.stack is not None:
+            gradients = _gradients(g, a, needs_weight, needs_bias, ctx.routing, ctx.stack, ctx.microbatch, W.dtype)
+        return grad_x, *gradients, None, None, None
+
+
+def _gradients(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    weight: bool,
+    bias: bool,
+    routing: Routing,
+    stack: ExpertStack,
+    microbatch: Microbatch,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`."""
+    # With only the biases trained, the input that is always 1 is all there is
+    inputs = a if weight else a.new_zeros(len(a), 1)
+    statistics = routed_statistics(g, inputs, bias, routing, microbatch.samples, microbatch.rule.needs)
+    c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
+    if bias or g.shape[1] <= a.shape[1]:
+        g = routing.scaled(g, c)
+    else:
+        a = routing.scaled(a, c)  # the same product, with fewer elements to scale
+    return routing.outer(g, a).to(dtype) if weight else None, routing.expert_sums(g).to(dtype) if bias else None
+
+
+def check_experts(module: Any) -> None:
+    """Raise [`Unsupported`] unless the module computes what [`experts_output`] does."""
+    kind = type(module).__name__
+    implementation = module.config._experts_implementation
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name)
+        raise Unsupported(
+            f"{kind} is computed by experts_implementation={implementation!r}; choose one of {known} with "
+            "`model.set_experts_implementation`"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        raise Unsupported(f"{kind} is split over ranks by expert parallelism")
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    others = trained - {name for weight in matrices(module) for name in (weight, f"{weight}_bias")}
+    if others or has_own_forward(module) or not _computes_the_sum(module):
+        raise Unsupported(f"{kind} does not compute its output as transformers' experts do")
+
+
+def _computes_the_sum(module: Any) -> bool:
+    """Try the module's own loop over experts, and the sum above, on a few positions."""
+    stacks: list[Any] = [getattr(module, name, None) for name in matrices(module)]
+    if any(stack is None or len(full_shape(stack)) != 3 for stack in stacks):
+        return False
+    W = stacks[0]
+    if W.device.type == "meta" or full_shape(W) != tuple(W.shape):
+        return True  # nothing to run on; the first backward still verifies that the stacks are reached
+    eager = inspect.unwrap(type(module).forward)
+    E, d = module.num_experts, W.shape[1 if module.is_transposed else 2]
+    x = torch.linspace(-1.5, 2, 3 * d, device=W.device).sin().to(W.dtype).view(3, d)
+    choices = torch.tensor([[0, E - 1], [E - 1, 0], [E // 2, 0]], device=W.device)[:, : min(E, 2)]
+    weights = torch.tensor([[0.3, 0.7], [0.6, 0.2], [0.5, 1.5]], device=W.device).to(W.dtype)[:, : min(E, 2)]
+    routing = Routing.of(choices, E, Sequences.regular(3, 1))
+
+    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+        W, bias = matrix_and_bias(module, name)
+        y = torch.bmm(W[routing.row_experts], rows.unsqueeze(2)).squeeze(2)  # of these few rows' experts alone
+        return y if bias is None else y + bias[routing.row_experts]
+
+    try:
+        with torch.no_grad():
+            own = eager(module, x, choices, weights)
+            ours = experts_output(module, x, routing, weights, product)
+    except PROBE_ERRORS:
+        return False
+    accuracy = 0.05 if torch.finfo(W.dtype).bits < 32 else 1e-3
+    return own.shape == ours.shape and bool((own - ours).norm() <= accuracy * own.norm())
