@@ -198,6 +198,7 @@ def model(
     model_class, config_class, settings = {**FAMILIES, **MIXTURES}[family]
     tied = {} if tie is None else {"tie_word_embeddings": tie}
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some families begin with random biases
         result = model_class(config_class(**settings, **IDS, **tied))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

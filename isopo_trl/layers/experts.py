@@ -25,6 +25,7 @@ from ..geometry.sequences import Sequences
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
 from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward
+from .parameter_lora import Factor, check_active
 
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
@@ -83,12 +84,12 @@ class ExpertStack(Layer):
 
 @dataclass
 class Adapter:
-    """A trained LoRA of one stack: PEFT's wrapper, the adapter's name, and its two factors."""
+    """A LoRA of one stack: PEFT's wrapper, the adapter's name, and those of its factors that are trained."""
 
     wrapper: ParamWrapper
     name: str
-    A: ExpertStack
-    B: ExpertStack
+    A: ExpertStack | None = None
+    B: ExpertStack | None = None
 
 
 class ExpertsForward(Layer):
@@ -108,7 +109,7 @@ class ExpertsForward(Layer):
         self.stacks: dict[str, ExpertStack] = {}  # by the name of the matrices' parameter
         self.adapters: dict[str, Adapter] = {}
 
-    def add_stacks(self, index: int) -> list[Layer]:
+    def add_stacks(self, index: int) -> list[ExpertStack]:
         """The trained stacks of the module itself, the first expert of the first one at `index`."""
         for weight in matrices(self.module):
             trained = [name for name in (weight, f"{weight}_bias") if name in self.parameters]
@@ -117,6 +118,16 @@ class ExpertsForward(Layer):
                 self.stacks[weight] = stack
                 index = stack.indices.stop
         return list(self.stacks.values())
+
+    def add_factor(self, factor: Factor, name: str, index: int) -> ExpertStack:
+        """A trained factor of a LoRA of one of the stacks, its first expert at `index`."""
+        parameter = factor.wrapper.parameter_name
+        if parameter not in matrices(self.module):
+            raise Unsupported(f"an adapter of {parameter}, which is no stack of matrices")
+        adapter = self.adapters.setdefault(parameter, Adapter(factor.wrapper, factor.adapter))
+        stack = ExpertStack(self, factor.module, name, index, ["weight"])
+        setattr(adapter, factor.side, stack)
+        return stack
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -131,11 +142,7 @@ class ExpertsForward(Layer):
         on = getattr(self.module, "parametrizations", {})
         active = {name: adapter for name, adapter in self.adapters.items() if name in on}
         for adapter in active.values():
-            if list(adapter.wrapper.active_adapters) != [adapter.name]:
-                raise RuntimeError(
-                    f"The adapters {adapter.wrapper.active_adapters} of {self.name} are active, but ISOPO was "
-                    f"attached to the training of {adapter.name!r} alone: activate that one (`set_adapter`)."
-                )
+            check_active(adapter.wrapper, adapter.name, self.name)
         return active
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -145,9 +152,8 @@ class ExpertsForward(Layer):
         choices, weights = args
         microbatch.check(self.name, x)
         adapters = self.active_adapters()
-        for adapter in adapters.values():
-            microbatch.add_to_graph(adapter.A.module)
-            microbatch.add_to_graph(adapter.B.module)
+        for stack in [stack for adapter in adapters.values() for stack in (adapter.A, adapter.B) if stack is not None]:
+            microbatch.add_to_graph(stack.module)
         x = x.reshape(microbatch.sequences.rows, -1)
         routing = Routing.of(choices.reshape(len(x), -1), module.num_experts, microbatch.sequences)
 

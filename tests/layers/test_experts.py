@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from isopo_trl import ISOPO
 from tests import mixtures, oracle, tiny
@@ -14,8 +15,16 @@ BATCH = functools.partial(oracle.random_batch, [3, 1, 5, 4], [6, 8, 1, 4], 100)
 TOLERANCE = 1e-9
 
 
-def build(family):
+def build(family, lora=None):
     model = tiny.model(family, dtype=torch.float64)
+    if lora is not None:
+        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, **lora)).to(torch.float64)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_" in name:  # B starts at zero; here both factors have a gradient
+                    p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
+        return model
     for name, p in model.named_parameters():
         if "sinks" in name:  # another kind of layer
             p.requires_grad_(False)
@@ -23,8 +32,9 @@ def build(family):
 
 
 @functools.cache
-def reference(family):
-    model, batch = build(family), BATCH()
+def reference(family, *targets):
+    lora = {"target_modules": ["q_proj"], "target_parameters": list(targets)} if targets else None
+    model, batch = build(family, lora), BATCH()
     return mixtures.position_gradients(model, batch, oracle.token_weights(batch))
 
 
@@ -51,6 +61,23 @@ def test_every_expert_and_router_has_the_gradient_of_the_definition(family, rule
     model, batch = build(family), BATCH()
     rows = backward(model, batch, ISOPO(model, rule, fisher_samples=7))
     check(model, mixtures.expected_gradients(model, reference(family), batch, rows, rule))
+
+
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
+@pytest.mark.parametrize(
+    "family,targets",
+    [
+        ("mixtral", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")),
+        ("gpt_oss", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight")),
+        ("deepseek_v3", ("mlp.experts.down_proj", "mlp.gate.weight")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_lora_on_every_expert_and_router_has_the_gradient_of_the_definition(family, targets, rule):
+    batch = BATCH()
+    model = build(family, {"target_modules": ["q_proj"], "target_parameters": list(targets)})
+    rows = backward(model, batch, ISOPO(model, rule, fisher_samples=7))
+    check(model, mixtures.expected_gradients(model, reference(family, *targets), batch, rows, rule))
 
 
 def test_an_implementation_that_is_not_known_is_refused_by_the_names_of_the_parameters():
