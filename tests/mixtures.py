@@ -154,7 +154,7 @@ def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, **s
             of_layer = per_position[..., unit.labels == layer]
             V = of_layer.sum(1)
             samples = of_layer.flatten(0, 1)[rows]
-            history = None if histories is None else histories[name, layer]
+            history = None if histories is None else histories.get((name, layer))
             total[unit.labels == layer] = (
                 oracle.coefficients(V, samples, batch.advantages, rule, history=history, **settings) @ V
             )
@@ -176,3 +176,28 @@ def worst_error(model, expected):
             errors[name, layer] = difference / size if size > 0 else difference
     worst = max(errors, key=lambda key: errors[key])
     return errors[worst], worst
+
+
+def updated_means(model, G, batch, means, decay=0.9, **settings):
+    """
+    The running means of `fisher` after a step of one microbatch with all its positions as samples, per (unit, layer):
+    a layer where no sequence has a gradient keeps those it had, which may be none.
+    """
+    rows = batch.attention_mask.reshape(-1).nonzero().squeeze(1)
+    updated = dict(means)
+    for name, unit in units(model).items():
+        for layer in range(int(unit.labels.max()) + 1):
+            of_layer = G[name][..., unit.labels == layer]
+            V, samples = of_layer.sum(1), of_layer.flatten(0, 1)[rows]
+            weight = samples.square().sum()
+            F = ((samples @ V.T).square().sum(0) / weight).sqrt() if weight > 0 else torch.zeros(len(V))
+            past = means.get((name, layer))
+            real = oracle.without_noise(F.tolist(), None if past is None else past["fisher^2"])
+            alive = torch.tensor(real) > 0
+            if not alive.any():
+                continue
+            f = oracle.coefficients(V, samples, torch.ones(len(V)), "fisher", scale="paper", history=past, **settings)
+            terms = {"fisher^2": F**2, "norm^2": V.square().sum(1), "fx": f * F, "x": F}
+            now = {term: values[alive].mean().item() for term, values in terms.items()}
+            updated[name, layer] = now if past is None else {t: decay * past[t] + (1 - decay) * now[t] for t in now}
+    return updated

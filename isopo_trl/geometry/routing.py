@@ -99,7 +99,7 @@ class Routing:
     def product(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
         """`x_i @ M_e` for each row, `x` `[S, d]`, `matrices` `[E, d, p]` -> `[S, p]`."""
         if takes_grouped(x, matrices.shape[2]):
-            return torch.nn.functional.grouped_mm(x, matrices, offs=self._ends)
+            return torch.nn.functional.grouped_mm(x.contiguous(), _aligned(matrices), offs=self._ends)
         rows, present = self._padding
         result = padded(x, rows, present) @ matrices
         return result.flatten(0, 1).index_select(0, self._places_in_padding)
@@ -113,7 +113,7 @@ class Routing:
     def outer(self, g: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
         """`sum_i g_i a_i^T` over the rows of each expert, `g` `[S, p]`, `a` `[S, d]` -> `[E, p, d]`."""
         if takes_grouped(g, a.shape[1]):
-            return torch.nn.functional.grouped_mm(g.t(), a, offs=self._ends)
+            return torch.nn.functional.grouped_mm(g.contiguous().t(), a.contiguous(), offs=self._ends)
         rows, present = self._padding
         return padded(g, rows, present).transpose(1, 2) @ padded(a, rows, present)
 
@@ -153,6 +153,13 @@ def takes_grouped(x: torch.Tensor, columns: int) -> bool:
     if x.dtype is not torch.bfloat16 or x.shape[1] % _ALIGNMENT or columns % _ALIGNMENT:
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _aligned(matrices: torch.Tensor) -> torch.Tensor:
+    """`[E, d, p]` with rows or columns in one piece, as the grouped product wants them."""
+    _, row, column = matrices.stride()
+    in_place = (row == 1 and column % _ALIGNMENT == 0) or (column == 1 and row % _ALIGNMENT == 0)
+    return matrices if in_place else matrices.contiguous()
 
 
 def longest(bounds: torch.Tensor) -> int:
