@@ -397,14 +397,6 @@ def test_load_balancing_loss_of_the_model_is_refused(tmp_path):
     assert sentences(message) == 1
 
 
-@pytest.mark.parametrize("target", [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}])
-def test_adapters_of_experts_are_refused_at_construction(target, tmp_path):
-    peft_config = LoraConfig(r=2, **{"target_modules": ["q_proj"], **target})
-    message = refused(tmp_path, "qwen3_moe", options={"peft_config": peft_config}, router_aux_loss_coef=0.0)
-    assert "experts" in message
-    assert "all-linear" not in message  # this is what the user did
-
-
 @pytest.mark.parametrize(
     "peft_config",
     [
