@@ -29,15 +29,7 @@ from .parameter_lora import Factor, check_active
 
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
-_DESCRIPTION = (
-    "num_experts",
-    "has_gate",
-    "has_bias",
-    "has_post_expert_norm",
-    "is_transposed",
-    "_apply_gate",
-    "config",
-)
+_DESCRIPTION = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "config")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -164,11 +156,10 @@ class ExpertsForward(Layer):
             if name not in adapters:
                 return y
             adapter = adapters[name]
-            A, B = factors(adapter.wrapper, adapter.name)
-            rows, A, _ = _cast(module, rows, A, None)
-            h = _ExpertProduct.apply(rows, A, None, routing, adapter.A, microbatch)
-            h, B, _ = _cast(module, h * adapter.wrapper.scaling[adapter.name], B, None)
-            return y + _ExpertProduct.apply(h, B, None, routing, adapter.B, microbatch).to(y.dtype)
+            h = rows
+            for side, factor in factors(adapter.wrapper, adapter.name, module.is_transposed).items():
+                h = _ExpertProduct.apply(*_cast(module, h, factor, None), routing, getattr(adapter, side), microbatch)
+            return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
         return experts_output(module, x, routing, weights, product)
 
@@ -186,11 +177,15 @@ def matrix_and_bias(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor 
     return (W.transpose(1, 2) if module.is_transposed else W), bias
 
 
-def factors(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """LoRA's factors of each expert, `A` `[E, r, d]` and `B` `[E, p, r]`, in PEFT's layout of them."""
+def factors(wrapper: Any, adapter: str, transposed: bool) -> dict[str, torch.Tensor]:
+    """LoRA's factors of each expert out of PEFT's layout: the one that comes first, `[E, r, d]`, then `[E, p, r]`."""
     A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     E = wrapper.num_experts
-    return A.reshape(E, -1, A.shape[1]), B.reshape(B.shape[0], -1, E).permute(2, 0, 1)
+    A, B = A.reshape(E, -1, A.shape[1]), B.reshape(B.shape[0], -1, E).permute(2, 0, 1)
+    if getattr(wrapper, "_did_swap_in_out_features", False) != transposed:
+        return {"A": A, "B": B}
+    # PEFT before 0.19 takes every stack for one of transposed matrices, and B comes first
+    return {"B": B.transpose(1, 2), "A": A.transpose(1, 2)}
 
 
 def experts_output(
@@ -207,7 +202,7 @@ def experts_output(
     up, down = matrices(module)
     y = product(up, x[routing.positions])
     y = product(down, module._apply_gate(y) if module.has_gate else module.act_fn(y))
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * weights.reshape(-1)[routing.order].unsqueeze(1)
     return y[routing.places].view(*routing.choices.shape, -1).sum(1).to(x.dtype)

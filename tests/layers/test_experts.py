@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -87,6 +88,24 @@ def test_lora_on_every_expert_and_router_has_the_gradient_of_the_definition(fami
     model = build(family, adapted(*targets))
     rows = backward(model, batch, ISOPO(model, rule, fisher_samples=7))
     check(model, mixtures.expected_gradients(model, reference(family, *targets), batch, rows, rule))
+
+
+def test_factors_in_the_layout_of_older_peft_have_the_gradient_of_the_definition(monkeypatch):
+    """Before 0.19, PEFT took every stack for one of transposed matrices."""
+    update = ParamWrapper.update_layer
+
+    def update_layer(self, *args, **kwargs):
+        self._param_ndim = 2  # what keeps it from looking
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(ParamWrapper, "update_layer", update_layer)
+    model, batch = build("mixtral", adapted("mlp.experts.gate_up_proj")), BATCH()
+    A = model.get_parameter("base_model.model.model.layers.0.mlp.experts.lora_A.default.weight")
+    assert A.shape == (2 * 4, 64)  # the outputs of the stack
+    G = mixtures.position_gradients(model, batch, oracle.token_weights(batch))
+    model.zero_grad()
+    rows = backward(model, batch, ISOPO(model, fisher_samples=7))
+    check(model, mixtures.expected_gradients(model, G, batch, rows))
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
