@@ -91,8 +91,18 @@ class Routing:
         return self.expert_bounds[1:].to(torch.int32)
 
     @cached_property
+    def longest_group(self) -> int:
+        """The largest number of rows of a sequence at an expert."""
+        return longest(self.bounds)
+
+    @cached_property
+    def longest_expert(self) -> int:
+        """The largest number of rows of an expert."""
+        return longest(self.expert_bounds)
+
+    @cached_property
     def _padding(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return padding(self.expert_bounds, longest(self.expert_bounds))
+        return padding(self.expert_bounds, self.longest_expert)
 
     # Products, each expert's rows with its own matrix
 
@@ -231,7 +241,7 @@ def _norms(g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing) -> to
     """`|V_es|^2` `[E, m]`."""
     parts = [
         (product(gp, gp.transpose(1, 2)) * (product(ap, ap.transpose(1, 2)) + float(bias))).sum((1, 2))
-        for gp, ap, _ in _in_parts(g, a, routing.bounds)
+        for gp, ap, _ in _in_parts(g, a, routing.bounds, routing.longest_group)
     ]
     return torch.cat(parts).view(routing.experts, routing.sequences + 1)[:, :-1]
 
@@ -240,7 +250,7 @@ def _ntk(g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing) -> torc
     """`<V_ei, V_ej>` `[E, m, m]`."""
     owner = routing.keys % (routing.sequences + 1)
     parts = []
-    for gp, ap, (rows, present) in _in_parts(g, a, routing.expert_bounds):
+    for gp, ap, (rows, present) in _in_parts(g, a, routing.expert_bounds, routing.longest_expert):
         belongs = torch.nn.functional.one_hot(torch.where(present, owner[rows], routing.sequences))
         belongs = torch.nn.functional.pad(belongs, (0, routing.sequences + 1 - belongs.shape[2]))[..., :-1]
         products = product(gp, gp.transpose(1, 2)) * (product(ap, ap.transpose(1, 2)) + float(bias))
@@ -252,9 +262,8 @@ def _ntk(g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing) -> torc
 _Part = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 
 
-def _in_parts(g: torch.Tensor, a: torch.Tensor, bounds: torch.Tensor) -> Iterator[_Part]:
+def _in_parts(g: torch.Tensor, a: torch.Tensor, bounds: torch.Tensor, length: int) -> Iterator[_Part]:
     """Groups of rows in one length, as many of them at once as memory allows: `g`, `a` `[G, L, ...]`, `padding`."""
-    length = longest(bounds)
     groups = len(bounds) - 1
     step = max(1, KEPT_LIMIT // (length * (2 * length + g.shape[1] + a.shape[1])))
     for start in range(0, groups, step):
