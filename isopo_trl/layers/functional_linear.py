@@ -6,6 +6,7 @@ The module runs its own forward, in which that one call is taken over; what is d
 softmax, groups, corrections) is left to the module.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -150,10 +151,13 @@ def calls_linear_once(module: Any) -> bool:
     weight = own.get("weight")
     if weight is None or len(full_shape(weight)) != 2 or has_own_forward(module):
         return False
-    if any(True for child in module.children() for _ in child.parameters()):
+    if any(p.requires_grad for child in module.children() for p in child.parameters()):
         return False
     if full_shape(weight) != tuple(weight.shape):
         return True  # nothing to run on here; each forward verifies it
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    corrections = [weight.new_zeros(weight.shape[0]) for _ in required]  # a number for each output, in some routers
     x = torch.linspace(-1.5, 2, 6 * weight.shape[1], device=weight.device).sin().to(weight.dtype).view(6, -1)
 
     def constant(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,7 +166,7 @@ def calls_linear_once(module: Any) -> bool:
     try:
         module._parameters.update({name: p.detach().requires_grad_() for name, p in own.items()})
         with torch.enable_grad(), LinearCalls(module.weight, constant) as calls:
-            output = type(module).forward(module, x)
+            output = type(module).forward(module, x, *corrections)
     except PROBE_ERRORS:
         return False  # not called with one tensor of positions
     finally:

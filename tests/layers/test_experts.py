@@ -1,6 +1,7 @@
 """Mixtures of experts against the oracle: every expert's matrices and the router, in float64."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig
+from transformers.integrations.moe import use_experts_implementation
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from isopo_trl import ISOPO
@@ -220,6 +222,46 @@ def test_only_some_stacks_or_biases_may_be_trained():
     assert {row["kind"] for row in isopo.coverage()} == {"experts"}
     rows = backward(model, batch, isopo)
     check(model, mixtures.expected_gradients(model, G, batch, rows, "fig4"))
+
+
+@use_experts_implementation(has_gate=False)
+class Ungated(torch.nn.Module):
+    """Experts without a gate, as NemotronH has them, and with another activation."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.num_experts, self.act_fn = 5, torch.tanh
+        self.up_proj = torch.nn.Parameter(torch.empty(5, 4, 6))
+        self.down_proj = torch.nn.Parameter(torch.empty(5, 6, 4))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        rows = [
+            sum(w * (self.down_proj[e] @ self.act_fn(self.up_proj[e] @ x)) for e, w in zip(of_x, weights, strict=True))
+            for x, of_x, weights in zip(hidden_states, top_k_index, top_k_weights, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+def test_experts_without_a_gate_have_the_gradient_of_the_definition():
+    experts = Ungated(SimpleNamespace(_experts_implementation="eager")).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    x, cotangent = torch.randn(2, 12, 6, generator=generator, dtype=torch.float64)
+    choices = torch.rand(12, 5, generator=generator).topk(2).indices
+    weights = torch.rand(12, 2, generator=generator, dtype=torch.float64)
+    stacks = list(experts.parameters())
+    G = [torch.autograd.grad(experts(x[[t]], choices[[t]], weights[[t]]), stacks, cotangent[[t]]) for t in range(12)]
+    isopo, advantages = ISOPO(Holder(experts), fisher_samples=12), torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    with isopo.microbatch(advantages, attention_mask=torch.ones(3, 4)):
+        experts(x, choices, weights).backward(cotangent)
+    for stack, position in zip(stacks, zip(*G, strict=True), strict=True):
+        for e in range(5):
+            of_expert = torch.stack(position)[:, e].flatten(1)
+            V = of_expert.view(3, 4, -1).sum(1)
+            expected = oracle.coefficients(V, of_expert, advantages, "fisher") @ V
+            torch.testing.assert_close(stack.grad[e].flatten(), expected, rtol=1e-9, atol=1e-12)
 
 
 class Operations(TorchDispatchMode):

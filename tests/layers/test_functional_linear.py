@@ -27,6 +27,18 @@ class Cast(Plain):
         return F.linear(input=x.to(torch.float64), weight=self.weight.to(torch.float32).double(), bias=None) + 0
 
 
+class Corrected(Plain):
+    """Told what to add when it chooses, and with a child that is not trained, as some routers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = nn.Linear(1, 1).requires_grad_(False)
+
+    def forward(self, x, correction):
+        logits = F.linear(x, self.weight, self.bias)
+        return logits, (logits + correction).topk(2).indices
+
+
 class WithoutBias(Plain):
     def forward(self, x):
         return F.linear(x, self.weight) + self.bias
@@ -73,6 +85,10 @@ def test_a_weight_that_is_cast_before_the_product_is_known_again():
     with ISOPO(model, "none").microbatch(torch.tensor([1.0, -2.0, 3.0]), attention_mask=torch.ones(B, T)):
         model(x).square().sum().backward()
     torch.testing.assert_close(module.weight.grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_router_that_is_told_more_than_the_hidden_states_is_known():
+    assert calls_linear_once(example(Corrected))
 
 
 @pytest.mark.parametrize("kind", [WithoutBias, Twice, Normalised, Penalised])
