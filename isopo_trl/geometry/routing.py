@@ -84,7 +84,7 @@ class Routing:
     @cached_property
     def expert_bounds(self) -> torch.Tensor:
         """`[E + 1]`, where the rows of each expert begin."""
-        return self.bounds[:: self.sequences + 1]
+        return self.bounds[:: self.sequences + 1].contiguous()
 
     @cached_property
     def _ends(self) -> torch.Tensor:

@@ -20,7 +20,14 @@ from tests.layers.harness import Holder
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 BATCH = functools.partial(oracle.random_batch, [3, 1, 5, 4], [6, 8, 1, 4], 100)
 TOLERANCE = 1e-9
+RULES = ["fisher", "fig4", "interacting", "none"]
+# LoRA on bare parameters
 ALL_OF_GPT_OSS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight")
+TARGETS = {
+    "mixtral": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"),
+    "gpt_oss": ALL_OF_GPT_OSS,
+    "deepseek_v3": ("mlp.experts.down_proj", "mlp.gate.weight"),
+}
 
 
 def adapted(*targets):
@@ -67,26 +74,31 @@ def check(model, expected):
     assert error < TOLERANCE, f"{where}: {error}"
 
 
-@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
+def cases(families, quick):
+    """Every family with every rule; all but the `quick` ones are slow."""
+    return [
+        pytest.param(family, rule, marks=[] if (family, rule) in quick else pytest.mark.slow, id=f"{family}-{rule}")
+        for family in families
+        for rule in RULES
+    ]
+
+
+QUICK = [("gpt_oss", rule) for rule in RULES]
+QUICK += [("mixtral", "interacting"), ("qwen3_moe", "fisher"), ("glm4_moe", "fig4"), ("deepseek_v3", "fisher")]
+
+
+@pytest.mark.parametrize("family,rule", cases(["mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"], QUICK))
 def test_every_expert_and_router_has_the_gradient_of_the_definition(family, rule):
     model, batch = build(family), BATCH()
     rows = backward(model, batch, ISOPO(model, rule, fisher_samples=7))
     check(model, mixtures.expected_gradients(model, reference(family), batch, rows, rule))
 
 
-@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
 @pytest.mark.parametrize(
-    "family,targets",
-    [
-        ("mixtral", ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")),
-        ("gpt_oss", ALL_OF_GPT_OSS),
-        ("deepseek_v3", ("mlp.experts.down_proj", "mlp.gate.weight")),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
+    "family,rule", cases(TARGETS, [("gpt_oss", "fisher"), ("gpt_oss", "fig4"), ("mixtral", "interacting")])
 )
-def test_lora_on_every_expert_and_router_has_the_gradient_of_the_definition(family, targets, rule):
-    batch = BATCH()
+def test_lora_on_every_expert_and_router_has_the_gradient_of_the_definition(family, rule):
+    batch, targets = BATCH(), TARGETS[family]
     model = build(family, adapted(*targets))
     rows = backward(model, batch, ISOPO(model, rule, fisher_samples=7))
     check(model, mixtures.expected_gradients(model, reference(family, *targets), batch, rows, rule))
@@ -128,7 +140,7 @@ def test_gradient_checkpointing_changes_nothing(targets, reentrant):
     check(model, mixtures.expected_gradients(model, reference("gpt_oss", *targets), batch, rows))
 
 
-@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
+@pytest.mark.parametrize("rule", ["fisher", pytest.param("fig4", marks=pytest.mark.slow), "interacting"])
 def test_packed_sequences_are_told_apart_at_every_expert(rule):
     """All sequences in one row behind each other, some padding between them."""
     model, batch = build("mixtral"), BATCH()
