@@ -104,6 +104,14 @@ class Routing:
     def _padding(self) -> tuple[torch.Tensor, torch.Tensor]:
         return padding(self.expert_bounds, self.longest_expert)
 
+    def of_positions(self, x: torch.Tensor) -> torch.Tensor:
+        """What belongs to positions, for each row: `[N, d]` -> `[S, d]`."""
+        return x.index_select(0, self.positions)
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """The sum over the rows of each position, `[S, d]` -> `[N, d]`."""
+        return y.index_select(0, self.places).view(*self.choices.shape, -1).sum(1)
+
     # Products, each expert's rows with its own matrix
 
     def product(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..geometry.routing import Routing, routed_statistics
 from ..geometry.sequences import Sequences
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
-from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward
+from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward, once
 from .parameter_lora import Factor, check_active
 
 
@@ -200,12 +200,40 @@ def experts_output(
     and `weights` `[N, k]` of the experts chosen.
     """
     up, down = matrices(module)
-    y = product(up, x[routing.positions])
+    y = product(up, _SentToExperts.apply(x, routing))
     y = product(down, module._apply_gate(y) if module.has_gate else module.act_fn(y))
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
-    y = y * weights.reshape(-1)[routing.order].unsqueeze(1)
-    return y[routing.places].view(*routing.choices.shape, -1).sum(1).to(x.dtype)
+    y = y * weights.reshape(-1).gather(0, routing.order).unsqueeze(1)
+    return _SummedByPosition.apply(y, routing).to(x.dtype)
+
+
+class _SentToExperts(torch.autograd.Function):
+    """Positions `[N, d]` to rows `[S, d]`; the way back is a sum over `k` rows, where indexing would have to sort."""
+
+    @staticmethod
+    def forward(ctx, x, routing):
+        ctx.routing = routing
+        return routing.of_positions(x)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        return ctx.routing.summed(grad), None
+
+
+class _SummedByPosition(torch.autograd.Function):
+    """Rows `[S, d]` to their sum per position, `[N, d]`."""
+
+    @staticmethod
+    def forward(ctx, y, routing):
+        ctx.routing = routing
+        return routing.summed(y)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        return ctx.routing.of_positions(grad), None
 
 
 def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
