@@ -92,6 +92,9 @@ class ISOPO:
         self._every_layer_was_reached = False  # checked in the first backward
         self._outlier_was_reported = False
         self.layers = plan(self._current, model)
+        # The layer of each place in the running statistics, and what the place is called
+        self._places = [layer for layer in self.layers for _ in layer.indices]
+        self._place_names = [name for layer in self.layers for name in layer.place_names()]
         self._planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
         self._shortcuts = shortcuts(self._current, model, self.layers)
         for layer in (*self.layers, *self._shortcuts):
@@ -218,7 +221,7 @@ class ISOPO:
             )
         if self._unscaled is None:
             rule = make_rule("none")
-            self._unscaled = RunningStatistics(len(self.layers), self.regularization_decay, rule, term.device)
+            self._unscaled = RunningStatistics(len(self._places), self.regularization_decay, rule, term.device)
         microbatch.backward_of_term(term, self._unscaled)
 
     def end(self) -> None:
@@ -259,7 +262,8 @@ class ISOPO:
 
     def _verify_visits(self, visits: list[int]) -> None:
         allowed = (0, 1) if self._every_layer_was_reached else (1,)
-        wrong = [(layer, times) for layer, times in zip(self.layers, visits, strict=True) if times not in allowed]
+        wrong = [(layer, times) for layer, times in zip(self._places, visits, strict=True) if times not in allowed]
+        wrong = list(dict.fromkeys(wrong))  # a stack is one layer here
         if wrong:
             listed = "; ".join(f"{', '.join(parameter_names(layer))}: {times} times" for layer, times in wrong[:10])
             more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
@@ -273,8 +277,8 @@ class ISOPO:
         """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
         if microbatch.of_terms is None:
             return
-        both = zip(self.layers, microbatch.of_terms.visits, microbatch.visits, strict=True)
-        lost = [parameter_names(layer)[0] for layer, of_term, of_loss in both if of_term and not of_loss]
+        both = zip(self._place_names, microbatch.of_terms.visits, microbatch.visits, strict=True)
+        lost = [name for name, of_term, of_loss in both if of_term and not of_loss]
         if lost:
             raise RuntimeError(
                 f"The term given to `unscaled` reached {', '.join(lost[:8])}, but the loss did not, so its gradient "
@@ -316,7 +320,7 @@ class ISOPO:
         self._outlier_was_reported = True
         if _world()[1] != 0:
             return
-        name = parameter_names(self.layers[proportions.index(largest)])[0]
+        name = self._place_names[proportions.index(largest)]
         given = getattr(self.rule, "regularization", None)
         if given is None:
             remedy = f"Bound the multiplier in rule={self.rule.name!r}"
@@ -331,7 +335,7 @@ class ISOPO:
     def _statistics(self, device: torch.device) -> RunningStatistics:
         """The running statistics, made on first use on the device of the data."""
         if self._running is None:
-            self._running = RunningStatistics(len(self.layers), self.regularization_decay, self.rule, device)
+            self._running = RunningStatistics(len(self._places), self.regularization_decay, self.rule, device)
             if self._loaded is not None:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None
@@ -378,7 +382,7 @@ class ISOPO:
             )
         running = state["running"]
         if running is not None:
-            _verify_running(running, len(self.layers))
+            _verify_running(running, len(self._places))
         used = {"regularization_decay": any(self.rule.needs), "fisher_samples": self.rule.needs.overlap}
         changed = [name for name in used if used[name] and state.get(name, own[name]) != own[name]]
         if changed:
@@ -395,14 +399,15 @@ class ISOPO:
     def multipliers(self) -> dict[str, torch.Tensor]:
         """
         `c_s / A_s` of each sequence of the last microbatch, `[m]` (NaN where the advantage is zero), for each layer
-        that its backward reached, by the name of its first parameter.
+        that its backward reached, by the name of its first parameter; each expert of a mixture is a layer, with its
+        number behind the name.
         """
         if self._last is None:
             raise RuntimeError("`multipliers` was called before any microbatch had ended.")
         ledger, visits = self._last
         advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
         table = (ledger.table[:, 0] / advantages).cpu()
-        return {parameter_names(layer)[0]: table[layer.index] for layer in self.layers if visits[layer.index]}
+        return {name: table[place] for place, name in enumerate(self._place_names) if visits[place]}
 
     # Coverage
 

@@ -11,6 +11,7 @@ from .kernels.coefficients import KernelLedger, usable
 from .rules.ledger import Ledger
 from .rules.rule import Rule
 from .rules.running import RunningStatistics
+from .rules.stacked import stacked_coefficients
 
 
 @dataclass
@@ -105,6 +106,16 @@ class Microbatch:
         self.ledger.record(index, result)
         return result.c
 
+    def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
+        """Coefficients `[E, m]` of the layers of a stack; `statistics` have a first dimension `E`."""
+        for index in indices:
+            self._visit(index)
+        places = slice(indices.start, indices.stop)
+        history, known = self.running.history[places], self.running.known[places]
+        result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
+        self.ledger.record(places, result)
+        return result.c
+
     def _visit(self, index: int) -> None:
         if self.closed:
             raise RuntimeError(
@@ -145,7 +156,8 @@ class Microbatch:
         """Raise if the positions of `x` are not the microbatch's: then rows cannot be told apart by sequence."""
         B, T = self.shape
         positions = x.shape[: x.dim() - features]
-        if positions != self.shape and positions not in ((B * T,), (1, B * T)):
+        # [B, 1, T] is how DeepSeek's attention has them
+        if positions != self.shape and positions not in ((B * T,), (1, B * T), (B, 1, T)):
             raise RuntimeError(
                 f"{name} got positions of shape {tuple(positions)}, but the microbatch has {B} x {T}: check that "
                 "`attention_mask` has the shape of `input_ids`; if it has, ISOPO cannot tell which sequence this "

@@ -406,20 +406,6 @@ def test_configuration_of_grpo_is_refused(tmp_path):
     assert sentences(str(error.value)) == 1
 
 
-def test_experts_are_refused_by_the_names_of_their_parameters(tmp_path):
-    message = refused(tmp_path, "qwen3_moe", router_aux_loss_coef=0.0)
-    assert "model.layers.0.mlp.experts.gate_up_proj" in message
-    assert "requires_grad_(False)" in message and "LoraConfig(target_modules=['q_proj'" in message
-
-
-@pytest.mark.parametrize("target", [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}])
-def test_adapters_of_experts_are_refused_at_construction(target, tmp_path):
-    peft_config = LoraConfig(r=2, **{"target_modules": ["q_proj"], **target})
-    message = refused(tmp_path, "qwen3_moe", options={"peft_config": peft_config}, router_aux_loss_coef=0.0)
-    assert "experts" in message
-    assert "all-linear" not in message  # this is what the user did
-
-
 @pytest.mark.parametrize(
     "peft_config",
     [

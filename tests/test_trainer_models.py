@@ -186,8 +186,18 @@ def test_frozen_head_is_left_alone(tmp_path):
     training.train(training.build(tmp_path, model))
 
 
-def test_lora_on_the_attention_of_a_mixture_of_experts_trains(tmp_path):
-    options = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
+@pytest.mark.parametrize(
+    "target",
+    [
+        None,
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "gate.weight"]},
+    ],
+    ids=["full", "attention", "all-linear", "experts and router"],
+)
+def test_a_mixture_of_experts_trains(target, tmp_path):
+    options = {} if target is None else {"peft_config": lora(**target)}
     training.train(training.build(tmp_path, "qwen3_moe", options=options, router_aux_loss_coef=0.0, max_steps=3))
 
 

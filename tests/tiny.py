@@ -12,16 +12,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -114,6 +122,20 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**SIZE, **MOE, "head_dim": 8}),
 }
 
+# More mixtures of experts: biases; shared experts and groups of experts; low-rank attention
+GROUPS = {"n_group": 2, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    **{"num_key_value_heads": 2, "head_dim": 4},
+}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+MIXTURES = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {**SIZE, **LOCAL}),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig, {**SIZE, **LOCAL, **WINDOW, "swiglu_limit": 0.5}),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig, {**SIZE, **MOE, **GROUPS, "head_dim": 8}),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {**SIZE, **MOE, **GROUPS, **LATENT}),
+}
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per character, and one per special token; pads on the left."""
@@ -173,9 +195,10 @@ def model(
 
     The global random stream is left where it was.
     """
-    model_class, config_class, settings = FAMILIES[family]
+    model_class, config_class, settings = {**FAMILIES, **MIXTURES}[family]
     tied = {} if tie is None else {"tie_word_embeddings": tie}
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # some families begin with random biases
         result = model_class(config_class(**settings, **IDS, **tied))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -189,7 +212,7 @@ def model(
     result.to(dtype)
     if dtype == torch.float64 and family == "gemma2":
         result.set_attn_implementation("capped_attention")
-    if dtype == torch.float64 and family == "qwen3_moe":
+    if dtype == torch.float64 and family in ("qwen3_moe", *MIXTURES):
         # The default, a grouped matrix product, has no float64.
         result.set_experts_implementation("eager")
     return result

@@ -46,6 +46,15 @@ class Layer:
         """Whether this kind handles the module; raises [`Unsupported`] if only another setting of it is handled."""
         raise NotImplementedError
 
+    @property
+    def indices(self) -> range:
+        """Its places in the running statistics: one, or for a stack of matrices one for each."""
+        return range(self.index, self.index + 1)
+
+    def place_names(self) -> list[str]:
+        """What each of these places is called."""
+        return [f"{self.name}.{self.parameters[0]}" if self.name else self.parameters[0]]
+
     def forward(self, module: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
         """The module's forward while a microbatch is under way and gradients are recorded."""
         raise NotImplementedError

@@ -2,23 +2,32 @@
 
 from typing import Any
 
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ..microbatch import CurrentMicrobatch
 from ..rules.rule import Rule
 from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
+from .experts import ExpertsForward, check_experts, is_experts
+from .functional_linear import FunctionalLinearLayer, FunctionalLoRA, calls_linear_once
 from .layer import Layer, Unsupported, full_shape
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
 from .lm_head import LMHeadLayer
 from .lora import lora_linears
+from .parameter_lora import Factor, parameter_factors, trained_adapters
 from .rms_norm import RMSNormLayer, frozen_norms
 
 
 # In the order in which they are asked; the first that accepts a module takes it
-KINDS: list[type[Layer]] = [LinearLayer, EmbeddingLayer, LayerNormLayer, RMSNormLayer, ElementwiseLayer]
+KINDS: list[type[Layer]] = [
+    LinearLayer,
+    EmbeddingLayer,
+    FunctionalLinearLayer,
+    LayerNormLayer,
+    RMSNormLayer,
+    ElementwiseLayer,
+]
 
 _ADVICE = "freeze them (`parameter.requires_grad_(False)`), or train with LoRA (`peft_config=LoraConfig({})`)."
 ADVICE = _ADVICE.format("target_modules='all-linear'")
@@ -29,15 +38,10 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
     """A layer for every module that has trained parameters of its own; refuses the others by name."""
     _refuse_model(model)
     head = _output_embeddings(model)
-    # PEFT adds adapters of bare parameters (experts, routers) to the parameter and never calls them
-    of_parameters = {
-        module
-        for wrapper in model.modules()
-        if isinstance(wrapper, ParamWrapper)
-        for adapters in (wrapper.lora_A, wrapper.lora_B)
-        for module in adapters.modules()
-    }
+    of_parameters = parameter_factors(model)
+    forwards: dict[nn.Module, ExpertsForward | FunctionalLoRA] = {}  # by the modules that have stacks or such adapters
     layers: list[Layer] = []
+    places = 0
     refused: list[str] = []
     experts = False
     for name, module in model.named_modules():
@@ -47,7 +51,15 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
         kinds = [LMHeadLayer] if module is head else KINDS
         try:
             if module in of_parameters:
-                raise Unsupported("an adapter of a bare parameter")
+                factor = of_parameters[module]
+                layers.append(_forward_around(current, model, factor, forwards).add_factor(factor, name, places))
+                places = layers[-1].indices.stop
+                continue
+            if is_experts(module):
+                stacks = _experts_forward(current, module, name, forwards).add_stacks(places)
+                layers += stacks
+                places = stacks[-1].indices.stop
+                continue
             kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
             reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
         except Unsupported as error:
@@ -57,7 +69,8 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
             # PEFT's 'all-linear' includes stacks of experts
             experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
         else:
-            layers.append(kind(current, module, name, len(layers)))
+            layers.append(kind(current, module, name, places))
+            places += 1
     if refused:
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         advice = _ADVICE_FOR_EXPERTS if experts else ADVICE
@@ -65,6 +78,32 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
     if not layers:
         raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
     return layers
+
+
+def _experts_forward(current: CurrentMicrobatch, module: nn.Module, name: str, forwards: dict) -> ExpertsForward:
+    """The forward of an experts module, made when first asked for."""
+    if module not in forwards:
+        check_experts(module)
+        forwards[module] = ExpertsForward(current, module, name)
+    return forwards[module]
+
+
+def _forward_around(
+    current: CurrentMicrobatch, model: nn.Module, factor: Factor, forwards: dict
+) -> ExpertsForward | FunctionalLoRA:
+    """The forward of the module whose bare parameter `factor` adapts, made when first asked for."""
+    wrapper = factor.wrapper
+    base = wrapper.get_base_layer()
+    if trained_adapters(wrapper) != [factor.adapter]:
+        raise Unsupported("one of several trained adapters of a bare parameter")
+    name = next(name for name, module in model.named_modules() if module is base)
+    if is_experts(base):
+        return _experts_forward(current, base, name, forwards)
+    if wrapper.parameter_name != "weight" or isinstance(base, nn.Linear) or not calls_linear_once(base):
+        raise Unsupported("an adapter of a bare parameter")
+    if base not in forwards:
+        forwards[base] = FunctionalLoRA(current, base, name, wrapper, factor.adapter)
+    return forwards[base]
 
 
 def shortcuts(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[Layer]:

@@ -38,11 +38,11 @@ class Ledger:
         if not any(self.rule.needs):
             self.table[:, 0] = self.advantages
 
-    def record(self, index: int, result: Coefficients) -> None:
-        """Enter the coefficients of layer `index`, in one operation."""
+    def record(self, index: int | slice, result: Coefficients) -> None:
+        """Enter the coefficients of layer `index`, or of several layers, in one operation."""
         nothing = self._nothing
-        rows = [nothing if x is None else x.to(nothing.dtype).expand_as(nothing) for x in result]
-        torch.stack(rows, out=self.table[index])
+        rows = [(nothing if x is None else x.to(nothing.dtype)).expand_as(result.c) for x in result]
+        torch.stack(rows, dim=-2, out=self.table[index])
 
 
 def expectations_of(history: torch.Tensor) -> Expectations:

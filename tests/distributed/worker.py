@@ -1,7 +1,7 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, overflow, overflow2,
-overflow3, overflowfsdp, and the weights full or lora
+overflow3, overflowfsdp, and the weights full or lora, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -40,8 +40,8 @@ def microbatch(number, shortest=1):
 
 
 def build(weights):
-    model = tiny.model("qwen3", tie=True)
-    if weights == "lora":
+    model = tiny.model("qwen3_moe" if "experts" in weights else "qwen3", tie=True)
+    if weights.endswith("lora"):
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
@@ -102,6 +102,7 @@ def trainer(output, rule, weights, stage=None, kind=ByHand):
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
+        router_aux_loss_coef=0.0,
         deepspeed=None if stage is None else deepspeed_config(stage),
     )
     return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
@@ -139,7 +140,7 @@ def loop(output, rule, weights, shard):
     if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
         torch.distributed.init_process_group("gloo")
     model = build(weights)
-    base = model.get_base_model() if weights == "lora" else model
+    base = model.get_base_model() if weights.endswith("lora") else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
     isopo = ISOPO(model, rule, fisher_samples=9)
     if shard:

@@ -277,5 +277,5 @@ def test_clipped_ratio_and_unscaled_term_are_refused():
 def test_reentrant_checkpointing_is_refused_where_a_weighting_goes_back_twice(tmp_path):
     register("own")(Halved)
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(ValueError, match="token_weights='own' goes back through the model twice"):
+    with pytest.raises(ValueError, match="token_weights='own' needs to go back through the model twice"):
         training.build(tmp_path, token_weights="own", **settings)

@@ -1,0 +1,335 @@
+"""
+Mixtures of experts: stacks of matrices `[E, ...]` in one module, each expert's matrix a layer of its own.
+
+All families of transformers whose experts can be computed in several ways (`experts_implementation`) describe
+themselves in the same words (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`), from which the forward here is
+made: rows sorted by expert, two products of each expert's rows with its own matrix, and between them what the module
+itself does there. That is the sum which every implementation computes, so it stands in for all of them. LoRA on a
+stack (PEFT's `target_parameters`) is two more such products, with a low rank between them, beside that of the frozen
+stack; the stack with its update added is never formed.
+
+What is a row, and which positions are samples at an expert, is said in [`~geometry.routing`].
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from ..geometry.routing import Routing, routed_statistics
+from ..geometry.sequences import Sequences
+from ..microbatch import CurrentMicrobatch, Microbatch
+from ..rules.rule import Rule
+from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward, once
+from .parameter_lora import Factor, check_active
+
+
+IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
+_DESCRIPTION = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "config")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module describes itself as transformers' experts do."""
+    return all(hasattr(module, name) for name in _DESCRIPTION)
+
+
+class ExpertStack(Layer):
+    """
+    One stack of matrices, with its stack of biases where it has one: as many layers as there are experts.
+
+    Args:
+        forward_of ([`ExpertsForward`]): the forward that it takes part in.
+        module (`nn.Module`): the module whose parameters are trained: the experts, or a factor of their LoRA.
+        name (`str`): its name in the model.
+        index (`int`): the first expert's place in the running statistics.
+        parameters (`list[str]`): names of the trained parameters, relative to the module.
+    """
+
+    kind = "experts"
+
+    def __init__(self, forward_of: "ExpertsForward", module: nn.Module, name: str, index: int, parameters: list[str]):
+        super().__init__(forward_of.current, module, name, index)
+        self.forward_of = forward_of
+        self.parameters = parameters
+
+    @property
+    def indices(self) -> range:
+        experts: Any = self.forward_of.module
+        return range(self.index, self.index + experts.num_experts)
+
+    def place_names(self) -> list[str]:
+        return [f"{self.name}.{self.parameters[0]}[{e}]" for e in range(len(self.indices))]
+
+    def attach(self) -> None:
+        self.forward_of.attach()
+
+    def detach(self) -> None:
+        self.forward_of.detach()
+
+    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
+        return "ghost" if any(rule.needs) else "no statistics"
+
+
+@dataclass
+class Adapter:
+    """A LoRA of one stack: PEFT's wrapper, the adapter's name, and those of its factors that are trained."""
+
+    wrapper: ParamWrapper
+    name: str
+    A: ExpertStack | None = None
+    B: ExpertStack | None = None
+
+
+class ExpertsForward(Layer):
+    """
+    The forward of an experts module, some stacks of which are trained.
+
+    Args:
+        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
+        module (`nn.Module`): the experts.
+        name (`str`): its name in the model.
+    """
+
+    kind = "experts"
+
+    def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str):
+        super().__init__(current, module, name, -1)
+        self.stacks: dict[str, ExpertStack] = {}  # by the name of the matrices' parameter
+        self.adapters: dict[str, Adapter] = {}
+
+    def add_stacks(self, index: int) -> list[ExpertStack]:
+        """The trained stacks of the module itself, the first expert of the first one at `index`."""
+        for weight in matrices(self.module):
+            trained = [name for name in (weight, f"{weight}_bias") if name in self.parameters]
+            if trained:
+                stack = ExpertStack(self, self.module, self.name, index, trained)
+                self.stacks[weight] = stack
+                index = stack.indices.stop
+        return list(self.stacks.values())
+
+    def add_factor(self, factor: Factor, name: str, index: int) -> ExpertStack:
+        """A trained factor of a LoRA of one of the stacks, its first expert at `index`."""
+        parameter = factor.wrapper.parameter_name
+        if parameter not in matrices(self.module):
+            raise Unsupported(f"an adapter of {parameter}, which is no stack of matrices")
+        adapter = self.adapters.setdefault(parameter, Adapter(factor.wrapper, factor.adapter))
+        stack = ExpertStack(self, factor.module, name, index, ["weight"])
+        setattr(adapter, factor.side, stack)
+        return stack
+
+    @property
+    def microbatch(self) -> Microbatch | None:
+        microbatch = self.current.microbatch
+        if microbatch is None or not torch.is_grad_enabled():
+            return None
+        takes_part = self.active_adapters() or any(p.requires_grad for p in self.module.parameters(recurse=False))
+        return microbatch if takes_part else None
+
+    def active_adapters(self) -> dict[str, Adapter]:
+        """The adapters that PEFT has put on the module for the call under way."""
+        on = getattr(self.module, "parametrizations", {})
+        active = {name: adapter for name, adapter in self.adapters.items() if name in on}
+        for adapter in active.values():
+            check_active(adapter.wrapper, adapter.name, self.name)
+        return active
+
+    def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            given = inspect.signature(type(module).forward).bind(module, x, *args, **kwargs).arguments
+            args = tuple(given.values())[2:]
+        choices, weights = args
+        microbatch.check(self.name, x)
+        adapters = self.active_adapters()
+        for stack in [stack for adapter in adapters.values() for stack in (adapter.A, adapter.B) if stack is not None]:
+            microbatch.add_to_graph(stack.module)
+        x = x.reshape(microbatch.sequences.rows, -1)
+        routing = Routing.of(choices.reshape(len(x), -1), module.num_experts, microbatch.sequences)
+
+        def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+            W, bias = matrix_and_bias(module, name)
+            stack = self.stacks.get(name)
+            y = _ExpertProduct.apply(*_cast(module, rows, W, bias), routing, stack, microbatch)
+            if name not in adapters:
+                return y
+            adapter = adapters[name]
+            h = rows
+            for side, factor in factors(adapter.wrapper, adapter.name, module.is_transposed).items():
+                h = _ExpertProduct.apply(*_cast(module, h, factor, None), routing, getattr(adapter, side), microbatch)
+            return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
+
+        return experts_output(module, x, routing, weights, product)
+
+
+def matrices(module: Any) -> tuple[str, str]:
+    """The names of the two stacks of matrices."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def matrix_and_bias(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The matrices `[E, p, d]` and biases `[E, p]` of a stack, without what PEFT adds to them during a call."""
+    on = getattr(module, "parametrizations", {})
+    W = on[name].original if name in on else getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
+    return (W.transpose(1, 2) if module.is_transposed else W), bias
+
+
+def factors(wrapper: Any, adapter: str, transposed: bool) -> dict[str, torch.Tensor]:
+    """LoRA's factors of each expert out of PEFT's layout: the one that comes first, `[E, r, d]`, then `[E, p, r]`."""
+    A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    E = wrapper.num_experts
+    A, B = A.reshape(E, -1, A.shape[1]), B.reshape(B.shape[0], -1, E).permute(2, 0, 1)
+    if getattr(wrapper, "_did_swap_in_out_features", False) != transposed:
+        return {"A": A, "B": B}
+    # PEFT before 0.19 takes every stack for one of transposed matrices, and B comes first
+    return {"B": B.transpose(1, 2), "A": A.transpose(1, 2)}
+
+
+def experts_output(
+    module: Any,
+    x: torch.Tensor,
+    routing: Routing,
+    weights: torch.Tensor,
+    product: Callable[[str, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """
+    What the experts make of `x` `[N, d]`, with `product(name, rows)` the rows `[S, ...]` times the stack of that name,
+    and `weights` `[N, k]` of the experts chosen.
+    """
+    up, down = matrices(module)
+    y = product(up, _SentToExperts.apply(x, routing))
+    y = product(down, module._apply_gate(y) if module.has_gate else module.act_fn(y))
+    if getattr(module, "has_post_expert_norm", False):
+        y = module.post_expert_norm(y)
+    y = y * weights.reshape(-1).gather(0, routing.order).unsqueeze(1)
+    return _SummedByPosition.apply(y, routing).to(x.dtype)
+
+
+class _SentToExperts(torch.autograd.Function):
+    """Positions `[N, d]` to rows `[S, d]`; the way back is a sum over `k` rows, where indexing would have to sort."""
+
+    @staticmethod
+    def forward(ctx, x, routing):
+        ctx.routing = routing
+        return routing.of_positions(x)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        return ctx.routing.summed(grad), None
+
+
+class _SummedByPosition(torch.autograd.Function):
+    """Rows `[S, d]` to their sum per position, `[N, d]`."""
+
+    @staticmethod
+    def forward(ctx, y, routing):
+        ctx.routing = routing
+        return routing.summed(y)
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        return ctx.routing.of_positions(grad), None
+
+
+def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+    """As the module's implementation would before the product: grouped ones know nothing of autocast."""
+    if module.config._experts_implementation == "grouped_mm":
+        return x.to(W.dtype), W, bias
+    x, W, bias = autocast(x, W, bias)
+    return x.to(W.dtype), W, bias
+
+
+class _ExpertProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, W, bias, routing, stack, microbatch):
+        ctx.save_for_backward(x, W)
+        ctx.routing, ctx.stack, ctx.microbatch = routing, stack, microbatch
+        y = routing.product(x, W.transpose(1, 2))
+        return y if bias is None else y + bias[routing.row_experts]
+
+    @staticmethod
+    @layer_backward
+    def backward(ctx, grad):
+        a, W = ctx.saved_tensors
+        g = grad.contiguous()
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = ctx.routing.product(g, W) if needs_x else None
+        gradients: tuple = (None, None)
+        if ctx.stack is not None:
+            gradients = _gradients(g, a, needs_weight, needs_bias, ctx.routing, ctx.stack, ctx.microbatch, W.dtype)
+        return grad_x, *gradients, None, None, None
+
+
+def _gradients(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    weight: bool,
+    bias: bool,
+    routing: Routing,
+    stack: ExpertStack,
+    microbatch: Microbatch,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`."""
+    # With only the biases trained, the input that is always 1 is all there is
+    inputs = a if weight else a.new_zeros(len(a), 1)
+    statistics = routed_statistics(g, inputs, bias, routing, microbatch.samples, microbatch.rule.needs)
+    c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
+    if bias or g.shape[1] <= a.shape[1]:
+        g = routing.scaled(g, c)
+    else:
+        a = routing.scaled(a, c)  # the same product, with fewer elements to scale
+    return routing.outer(g, a).to(dtype) if weight else None, routing.expert_sums(g).to(dtype) if bias else None
+
+
+def check_experts(module: Any) -> None:
+    """Raise [`Unsupported`] unless the module computes what [`experts_output`] does."""
+    kind = type(module).__name__
+    implementation = module.config._experts_implementation
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name)
+        raise Unsupported(
+            f"{kind} is computed by experts_implementation={implementation!r}; choose one of {known} with "
+            "`model.set_experts_implementation`"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        raise Unsupported(f"{kind} is split over ranks by expert parallelism")
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    others = trained - {name for weight in matrices(module) for name in (weight, f"{weight}_bias")}
+    if others or has_own_forward(module) or not _computes_the_sum(module):
+        raise Unsupported(f"{kind} does not compute its output as transformers' experts do")
+
+
+def _computes_the_sum(module: Any) -> bool:
+    """Try the module's own loop over experts, and the sum above, on a few positions."""
+    stacks: list[Any] = [getattr(module, name, None) for name in matrices(module)]
+    if any(stack is None or len(full_shape(stack)) != 3 for stack in stacks):
+        return False
+    W = stacks[0]
+    if W.device.type == "meta" or full_shape(W) != tuple(W.shape):
+        return True  # nothing to run on; the first backward still verifies that the stacks are reached
+    eager = inspect.unwrap(type(module).forward)
+    E, d = module.num_experts, W.shape[1 if module.is_transposed else 2]
+    x = torch.linspace(-1.5, 2, 3 * d, device=W.device).sin().to(W.dtype).view(3, d)
+    choices = torch.tensor([[0, E - 1], [E - 1, 0], [E // 2, 0]], device=W.device)[:, : min(E, 2)]
+    weights = torch.tensor([[0.3, 0.7], [0.6, 0.2], [0.5, 1.5]], device=W.device).to(W.dtype)[:, : min(E, 2)]
+    routing = Routing.of(choices, E, Sequences.regular(3, 1))
+
+    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+        W, bias = matrix_and_bias(module, name)
+        y = torch.bmm(W[routing.row_experts], rows.unsqueeze(2)).squeeze(2)  # of these few rows' experts alone
+        return y if bias is None else y + bias[routing.row_experts]
+
+    try:
+        with torch.no_grad():
+            own = eager(module, x, choices, weights)
+            ours = experts_output(module, x, routing, weights, product)
+    except PROBE_ERRORS:
+        return False
+    accuracy = 0.05 if torch.finfo(W.dtype).bits < 32 else 1e-3
+    return own.shape == ours.shape and bool((own - ours).norm() <= accuracy * own.norm())

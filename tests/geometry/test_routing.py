@@ -1,0 +1,107 @@
+"""Rows sorted by expert and sequence, against a loop over experts, sequences and rows."""
+
+import pytest
+import torch
+
+from isopo_trl.geometry import routing as geometry
+from isopo_trl.geometry.cost import Needs
+from isopo_trl.geometry.routing import Routing, routed_statistics
+from isopo_trl.geometry.sequences import Samples, Sequences
+
+
+E, K, P, D = 5, 2, 3, 4
+IDS = torch.tensor([0, 0, 1, -1, 1, 0, 3, 3, 1, -1, 3, 0])  # sequence 2 has no row
+SAMPLES = Samples(torch.tensor([1, 4, 6, 3, 0]), torch.tensor([False, False, False, False, True]))
+
+
+def example(seed=0, dtype=torch.float64):
+    """Choices in which expert 3 has no row, rows in their order, and the sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(len(IDS), E, generator=generator)
+    scores[:, 3] = -1
+    routing = Routing.of(scores.topk(K).indices, E, Sequences.from_ids(IDS, 4))
+    S = len(IDS) * K
+    g, a = (torch.randn(S, size, generator=generator, dtype=torch.float64).to(dtype) for size in (P, D))
+    return routing, g, a
+
+
+def rows_of(routing, expert):
+    """The rows of an expert as (row, position), found one by one."""
+    pairs = enumerate(zip(routing.order.tolist(), strict=True))
+    return [(row, flat // K) for row, (flat,) in pairs if routing.choices.flatten()[flat] == expert]
+
+
+def position_gradients(routing, g, a, bias, expert):
+    """The gradient of each position at an expert, `[N, numbers]`, zero where it was not sent there."""
+    ones = torch.ones(len(a), 1, dtype=a.dtype)
+    inputs = torch.cat([a, ones], 1) if bias else a
+    G = torch.zeros(len(IDS), g.shape[1] * inputs.shape[1], dtype=g.dtype)
+    for row, position in rows_of(routing, expert):
+        G[position] = torch.outer(g[row], inputs[row]).flatten()
+    return G
+
+
+def test_rows_are_sorted_by_expert_and_sequence():
+    routing, _, _ = example()
+    assert sorted(routing.order.tolist()) == list(range(len(IDS) * K))
+    pairs = [(int(routing.choices.flatten()[flat]), int(IDS[flat // K]) % 5) for flat in routing.order]
+    assert pairs == sorted(pairs)
+    assert routing.order[routing.places].tolist() == list(range(len(IDS) * K))
+    assert not rows_of(routing, 3)
+
+
+@pytest.mark.parametrize("limit", [2**25, 1], ids=["at once", "in parts"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_statistics_are_those_of_a_loop(bias, limit, monkeypatch):
+    monkeypatch.setattr(geometry, "KEPT_LIMIT", limit)
+    routing, g, a = example()
+    both = routed_statistics(g, a, bias, routing, SAMPLES, Needs(overlap=True, norm=True))
+    ntk = routed_statistics(g, a, bias, routing, None, Needs(ntk=True, norm=True))
+    for e in range(E):
+        G = position_gradients(routing, g, a, bias, e)
+        V = torch.stack([G[IDS == s].sum(0) for s in range(4)])
+        sampled = G[SAMPLES.rows].clone()
+        sampled[SAMPLES.absent] = 0
+        n = len(sampled)
+        torch.testing.assert_close(both.overlap[e, :n], sampled @ V.T)
+        torch.testing.assert_close(both.sample_norm[e, :n], sampled.square().sum(1))
+        assert not both.overlap[e, n:].any() and not both.sample_norm[e, n:].any()
+        torch.testing.assert_close(both.norm[e], V.square().sum(1))
+        torch.testing.assert_close(ntk.ntk[e], V @ V.T)
+        torch.testing.assert_close(ntk.norm[e], V.square().sum(1))
+
+
+def test_scaled_rows_give_the_multiple_of_each_sequence_at_each_expert():
+    routing, g, a = example()
+    c = torch.randn(E, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    scaled = routing.scaled(g, c)
+    weight, bias = routing.outer(scaled, a), routing.expert_sums(scaled)
+    for e in range(E):
+        G = position_gradients(routing, g, a, True, e).view(len(IDS), P, D + 1)
+        total = sum(c[e, s] * G[IDS == s].sum(0) for s in range(4))
+        torch.testing.assert_close(weight[e], total[:, :-1])
+        torch.testing.assert_close(bias[e], total[:, -1])
+
+
+@pytest.mark.parametrize("dtype,size", [(torch.float64, 4), (torch.bfloat16, 4), (torch.bfloat16, 8)])
+def test_products_are_those_of_a_loop(dtype, size):
+    """In bfloat16 with sizes that it takes, it is PyTorch's grouped product."""
+    routing, _, _ = example()
+    generator = torch.Generator().manual_seed(2)
+    x, y = (torch.randn(len(IDS) * K, size, generator=generator).to(dtype) for _ in range(2))
+    matrices = torch.randn(E, size, size, generator=generator).to(dtype)
+    assert geometry.takes_grouped(x, size) == (dtype is torch.bfloat16 and size == 8)
+    for transposed in (False, True):
+        M = matrices.transpose(1, 2) if transposed else matrices
+        rows = [x[row] @ M[e] for e in range(E) for row, _ in rows_of(routing, e)]
+        torch.testing.assert_close(routing.product(x, M), torch.stack(rows))
+    outer = [x[[r for r, _ in rows_of(routing, e)]].T @ y[[r for r, _ in rows_of(routing, e)]] for e in range(E)]
+    torch.testing.assert_close(routing.outer(x, y), torch.stack(outer))
+
+
+def test_matrices_in_any_layout_of_memory_can_be_grouped():
+    """LoRA's factors of all experts lie between each other."""
+    routing, _, _ = example()
+    x = torch.randn(len(IDS) * K, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
+    between = torch.randn(8, 16, E, generator=torch.Generator().manual_seed(4)).bfloat16().permute(2, 0, 1)
+    torch.testing.assert_close(routing.product(x, between), routing.product(x, between.contiguous()))
