@@ -36,6 +36,7 @@ class Microbatch:
         ledger ([`Ledger`]): the coefficients so far.
         visits (`list[int]`): how often the backward pass came to each layer.
         closed (`bool`): whether the microbatch is over.
+        entered (`list[int]`): layers whose forward has run, in that order.
         in_graph (`list[torch.Tensor]`): a trained parameter of each layer in the graph.
         of_terms ([`Microbatch`], *optional*): the same microbatch for terms that carry no advantage: no sequence is
             rescaled there.
@@ -53,6 +54,7 @@ class Microbatch:
     ledger: Ledger = field(init=False)
     visits: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
+    entered: list[int] = field(init=False, default_factory=list)
     in_graph: list[torch.Tensor] = field(init=False, default_factory=list)
     of_terms: "Microbatch | None" = field(init=False, default=None)
     in_term: bool = field(init=False, default=False)

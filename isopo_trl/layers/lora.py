@@ -35,6 +35,10 @@ class LoRALinear(Layer):
         self.adapter, self.A, self.B = adapter, A, B
 
     @property
+    def entered(self) -> list[int]:
+        return [self.A.index, self.B.index]
+
+    @property
     def microbatch(self) -> Microbatch | None:
         module: Any = self.module
         microbatch = self.current.microbatch

@@ -4,12 +4,14 @@ from typing import Any
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..microbatch import CurrentMicrobatch
 from ..rules.rule import Rule
+from .any_module import AnyModuleLayer, SequenceGroup
 from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
-from .layer import Layer, Unsupported, full_shape
+from .layer import Inseparable, Layer, Place, Unsupported, full_shape, has_own_forward
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
 from .lm_head import LMHeadLayer
@@ -17,7 +19,7 @@ from .lora import lora_linears
 from .rms_norm import RMSNormLayer, frozen_norms
 
 
-# In the order in which they are asked; the first that accepts a module takes it
+# In the order in which they are asked; the first that accepts a module takes it, and `AnyModuleLayer` what is left
 KINDS: list[type[Layer]] = [LinearLayer, EmbeddingLayer, LayerNormLayer, RMSNormLayer, ElementwiseLayer]
 
 _ADVICE = "freeze them (`parameter.requires_grad_(False)`), or train with LoRA (`peft_config=LoraConfig({})`)."
@@ -37,27 +39,32 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
         for adapters in (wrapper.lora_A, wrapper.lora_B)
         for module in adapters.modules()
     }
+    towers = set(_towers(model, head)[1])
     layers: list[Layer] = []
     refused: list[str] = []
     experts = False
     for name, module in model.named_modules():
-        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if not trainable:
+        places = _places(module)
+        if not places:
             continue
-        kinds = [LMHeadLayer] if module is head else KINDS
+        trainable = {n: holder.get_parameter(own) for n, (holder, own) in places.items()}
+        index = len(layers)
         try:
             if module in of_parameters:
-                raise Unsupported("an adapter of a bare parameter")
-            kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
-            reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
+                raise Inseparable("an adapter of a bare parameter")
+            if head is not None and module is head:
+                LMHeadLayer.accepts(module, trainable)
+                layers.append(LMHeadLayer(current, module, name, index))
+                continue
+            kind = None if module in towers else _kind_of(module, places, trainable)
+            if kind is not None:
+                layers.append(kind(current, module, name, index))
+            elif AnyModuleLayer.accepts(module, trainable):
+                layers.append(AnyModuleLayer(current, module, name, index, places))
         except Unsupported as error:
-            kind, reason = None, str(error)
-        if kind is None:
-            refused += [f"{full_name(name, parameter)} ({reason})" for parameter in trainable]
+            refused += [f"{full_name(name, parameter)} ({error})" for parameter in trainable]
             # PEFT's 'all-linear' includes stacks of experts
             experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
-        else:
-            layers.append(kind(current, module, name, len(layers)))
     if refused:
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         advice = _ADVICE_FOR_EXPERTS if experts else ADVICE
@@ -65,6 +72,97 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
     if not layers:
         raise ValueError("The model has no trainable parameter: ISOPO has nothing to do.")
     return layers
+
+
+def _places(module: nn.Module) -> dict[str, Place]:
+    """
+    Where the parameters are that the module's forward uses itself and that are trained, by their names relative to the
+    module: its own, and those of containers without a forward.
+    """
+    if not _has_forward(module):
+        return {}
+    found = {}
+    containers = [("", module)]
+    while containers:
+        prefix, holder = containers.pop(0)
+        for name, p in holder._parameters.items():
+            if p is not None and p.requires_grad:
+                found[prefix + name] = (holder, name)
+        for name, child in holder._modules.items():
+            if child is not None and not _has_forward(child):
+                containers.append((f"{prefix}{name}.", child))
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or has_own_forward(module)
+
+
+def _kind_of(module: nn.Module, places: dict[str, Place], trainable: dict[str, nn.Parameter]) -> type[Layer] | None:
+    """The kind that the module has of its own, if it has one; raises [`Inseparable`] where there can be none."""
+    if any(holder is not module for holder, _ in places.values()):
+        return None
+    try:
+        return next((kind for kind in KINDS if kind.accepts(module, trainable)), None)
+    except Inseparable:
+        raise
+    except Unsupported:
+        return None
+
+
+def _towers(model: nn.Module, head: nn.Module | None) -> tuple[nn.Module | None, list[nn.Module]]:
+    """
+    Modules beside the decoder (vision towers and their projections), whose rows are no positions of the text, and the
+    module around them and the decoder.
+    """
+    whole: Any = getattr(model, "get_base_model", lambda: model)()
+    decoder: Any = getattr(whole, "get_decoder", lambda: None)()
+    around = next((m for m in model.modules() if any(child is decoder for child in m.children())), None)
+    if decoder is None or decoder is whole or around is None:
+        return None, []
+    # The head stands beside the decoder, too
+    beside = [m for m in around.children() if m is not decoder and all(part is not head for part in m.modules())]
+    return around, [part for m in beside for part in m.modules()]
+
+
+def groups(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[SequenceGroup]:
+    """The modules that are run again in the backward, for the `layers` whose gradients are taken per sequence."""
+    members = {layer.module: layer for layer in layers if isinstance(layer, AnyModuleLayer)}
+    if not members:
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    parent = {child: module for module in model.modules() for child in module.children()}
+    around, towers = _towers(model, _output_embeddings(model))
+    beside = set(towers)
+    roots: dict[nn.Module, list[Layer]] = {}
+    for module, layer in members.items():
+        root = module
+        if module in beside:
+            assert around is not None
+            root = around
+        else:
+            if isinstance(module, nn.Conv1d) and module in parent and _has_forward(parent[module]):
+                root = parent[module]  # which often reads the weights, and does not call it
+            # What is checkpointed by itself may be run when the module around it is over
+            while not isinstance(module, GradientCheckpointingLayer) and module in parent:
+                module = parent[module]
+                root = module if module in members else root
+        roots.setdefault(root, []).append(layer)
+    found = []
+    for root, own in roots.items():
+        inside = set(_run_with(root)) if root is not around else set()
+        watched = [layer for layer in layers if layer.module in inside and layer.module not in members]
+        found.append(SequenceGroup(current, root, names[root], own, watched))
+    return found
+
+
+def _run_with(module: nn.Module) -> list[nn.Module]:
+    """Modules inside of `module` that are not checkpointed by themselves."""
+    found = []
+    for child in module.children():
+        if not isinstance(child, GradientCheckpointingLayer):
+            found += [child, *_run_with(child)]
+    return found
 
 
 def shortcuts(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[Layer]:
