@@ -123,11 +123,6 @@ class ISOPOTrainer(GRPOTrainer):
                 f"{self.router_aux_loss_coef}), which carries no advantage and cannot be part of ISOPO's single pass: "
                 "set router_aux_loss_coef=0.0."
             )
-        if is_peft_model(self.model) and self.model.active_peft_config.is_prompt_learning:
-            raise ValueError(
-                f"{type(self.model.active_peft_config).__name__} adds virtual tokens in front of every sequence, "
-                "which ISOPO does not support: use LoRA (`peft_config=LoraConfig(target_modules='all-linear')`)."
-            )
         self.isopo = ISOPO(
             self.model,
             args._rule(),

@@ -113,16 +113,15 @@ def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8, wh
         for name, module in modules.items():
 
             def remember(module, args, output, name=name, seen=seen):
-                assert name not in seen, f"{name} ran twice"
                 output = output.clone()
                 output.retain_grad()
-                seen[name] = (tuple(x.detach() for x in args), output)
+                seen.setdefault(name, []).append((tuple(x.detach() for x in args), output))
                 return output
 
             handles.append(module.register_forward_hook(remember))
         ids = batch.input_ids[s : s + 1, columns]
         others = {"position_ids": columns.unsqueeze(0)} if inputs is None else inputs(s, columns)
-        logits = model(input_ids=ids, use_cache=False, **others).logits / temperature
+        logits = model(input_ids=ids, use_cache=False, **others).logits[:, -len(columns) :] / temperature
         for handle in handles:
             handle.remove()
         logps = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
@@ -134,7 +133,9 @@ def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8, wh
             result[name].append(torch.cat([p.grad.reshape(1, -1) for p in parameters], dim=1))
         totals = {}
         for name, module in modules.items():
-            inputs_there, output = seen[name]
+            runs = [run for run in seen[name] if run[1].grad is not None]
+            assert len(runs) == 1, f"{name} ran {len(runs)} times"
+            inputs_there, output = runs[0]
             G = _module_gradients(module, inputs_there, output.grad, len(columns))
             padded = G.new_zeros(T, G.shape[1])
             padded[columns] = G

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,7 +40,7 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
         for adapters in (wrapper.lora_A, wrapper.lora_B)
         for module in adapters.modules()
     }
-    towers = set(_towers(model, head)[1])
+    beside = _beside_the_text(model, head)
     layers: list[Layer] = []
     refused: list[str] = []
     experts = False
@@ -56,7 +57,7 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
                 LMHeadLayer.accepts(module, trainable)
                 layers.append(LMHeadLayer(current, module, name, index))
                 continue
-            kind = None if module in towers else _kind_of(module, places, trainable)
+            kind = None if module in beside else _kind_of(module, places, trainable)
             if kind is not None:
                 layers.append(kind(current, module, name, index))
             elif AnyModuleLayer.accepts(module, trainable):
@@ -110,19 +111,23 @@ def _kind_of(module: nn.Module, places: dict[str, Place], trainable: dict[str, n
         return None
 
 
-def _towers(model: nn.Module, head: nn.Module | None) -> tuple[nn.Module | None, list[nn.Module]]:
+def _beside_the_text(model: nn.Module, head: nn.Module | None) -> dict[nn.Module, nn.Module]:
     """
-    Modules beside the decoder (vision towers and their projections), whose rows are no positions of the text, and the
-    module around them and the decoder.
+    Modules whose rows are no positions of the text, and for each the module around it and the text's: vision towers
+    and their projections beside the decoder, PEFT's virtual tokens beside the model.
     """
     whole: Any = getattr(model, "get_base_model", lambda: model)()
     decoder: Any = getattr(whole, "get_decoder", lambda: None)()
     around = next((m for m in model.modules() if any(child is decoder for child in m.children())), None)
-    if decoder is None or decoder is whole or around is None:
-        return None, []
-    # The head stands beside the decoder, too
-    beside = [m for m in around.children() if m is not decoder and all(part is not head for part in m.modules())]
-    return around, [part for m in beside for part in m.modules()]
+    found: dict[nn.Module, nn.Module] = {}
+    if decoder is not None and decoder is not whole and around is not None:
+        # The head stands beside the decoder, too
+        beside = [m for m in around.children() if m is not decoder and all(part is not head for part in m.modules())]
+        found = {part: around for m in beside for part in m.modules()}
+    virtual_tokens = model._modules.get("prompt_encoder") if isinstance(model, PeftModel) else None
+    if virtual_tokens is not None:
+        found |= {part: model for part in virtual_tokens.modules()}
+    return found
 
 
 def groups(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[SequenceGroup]:
@@ -132,15 +137,11 @@ def groups(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) ->
         return []
     names = {module: name for name, module in model.named_modules()}
     parent = {child: module for module in model.modules() for child in module.children()}
-    around, towers = _towers(model, _output_embeddings(model))
-    beside = set(towers)
+    beside = _beside_the_text(model, _output_embeddings(model))
     roots: dict[nn.Module, list[Layer]] = {}
     for module, layer in members.items():
-        root = module
-        if module in beside:
-            assert around is not None
-            root = around
-        else:
+        root = beside.get(module, module)
+        if module not in beside:
             if isinstance(module, nn.Conv1d) and module in parent and _has_forward(parent[module]):
                 root = parent[module]  # which often reads the weights, and does not call it
             # What is checkpointed by itself may be run when the module around it is over
@@ -150,7 +151,7 @@ def groups(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) ->
         roots.setdefault(root, []).append(layer)
     found = []
     for root, own in roots.items():
-        inside = set(_run_with(root)) if root is not around else set()
+        inside = set(_run_with(root)) if root not in beside.values() else set()
         watched = [layer for layer in layers if layer.module in inside and layer.module not in members]
         found.append(SequenceGroup(current, root, names[root], own, watched))
     return found
