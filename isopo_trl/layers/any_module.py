@@ -292,6 +292,7 @@ class _Again:
         inputs: tuple[torch.Tensor, ...],
         cotangents: dict[int, torch.Tensor],
     ):
+        self.current = group.current
         values = iter(inputs)
         leaves = [next(values) if tensor else leaf for leaf, tensor in zip(use.leaves, use.is_tensor, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, use.form)
@@ -312,9 +313,10 @@ class _Again:
 
     def gradients(self, cotangents: list[torch.Tensor], last: bool) -> list[torch.Tensor]:
         """Take a gradient of the outputs back to the parameters; zero for those that it does not reach."""
-        found = torch.autograd.grad(
-            self.outputs, self.parameters, cotangents, retain_graph=not last, allow_unused=True
-        )
+        with _paused(self.current):  # for what is checkpointed inside, and run once more now
+            found = torch.autograd.grad(
+                self.outputs, self.parameters, cotangents, retain_graph=not last, allow_unused=True
+            )
         return [torch.zeros_like(p) if g is None else g.detach() for g, p in zip(found, self.parameters, strict=True)]
 
 
