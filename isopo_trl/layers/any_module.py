@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..geometry.sequences import Sequences
 from ..geometry.statistics import Statistics, accumulation_dtype, sequence_sample_statistics
@@ -127,6 +128,8 @@ class SequenceGroup(Layer):
         taking = self._trained([*self.members, *self.watched])
         own = [holder._parameters[name] for _, (holder, name) in taking]
         self._verify_whole(taking)
+        if not self.is_verified:
+            self._refuse_reentrant_checkpointing()
         use = _Use(self, microbatch, taking, *_conditions(own[0]))  # type: ignore[arg-type]
         leaves, use.form = pytree.tree_flatten((args, kwargs))
         inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -157,6 +160,19 @@ class SequenceGroup(Layer):
                     "takes its gradient per sequence: shard the model by its decoder layers with FSDP2 (DeepSpeed "
                     "ZeRO-3 cannot do it), or freeze this parameter."
                 )
+
+    def _refuse_reentrant_checkpointing(self) -> None:
+        """It cannot be asked for the gradient of single parameters, and finds other ones when it runs again."""
+        for module in self.module.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training:
+                function: Any = getattr(module, "_gradient_checkpointing_func", None)
+                if getattr(function, "keywords", {}).get("use_reentrant"):
+                    names = ", ".join(layer.name for layer in self.members[:4])
+                    raise RuntimeError(
+                        f"{names}: their gradient is taken per sequence, through layers that are checkpointed in the "
+                        "reentrant way, which does not allow it: set gradient_checkpointing_kwargs="
+                        "{'use_reentrant': False}, or freeze them."
+                    )
 
     def gradients(
         self, use: "_Use", microbatch: Microbatch, totals: list[torch.Tensor | None], inputs: tuple[torch.Tensor, ...]
