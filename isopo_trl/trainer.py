@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from peft import PeftType
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -122,6 +123,12 @@ class ISOPOTrainer(GRPOTrainer):
                 f"{type(self.model).__name__} adds a load-balancing loss by default (router_aux_loss_coef="
                 f"{self.router_aux_loss_coef}), which carries no advantage and cannot be part of ISOPO's single pass: "
                 "set router_aux_loss_coef=0.0."
+            )
+        prefix = is_peft_model(self.model) and self.model.active_peft_config.peft_type == PeftType.PREFIX_TUNING
+        if prefix and args.gradient_checkpointing:
+            raise ValueError(
+                "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
+                "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
             )
         self.isopo = ISOPO(
             self.model,
