@@ -14,6 +14,7 @@ from tests.distributed.process_group import finish, load_runs, start
 pytestmark = pytest.mark.distributed
 
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
+RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
@@ -50,7 +51,7 @@ def assert_same(one, first, second, tolerance):
 # One rank is this process
 
 
-@pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("interacting", "lora")])
+@pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("interacting", "lora"), ("fisher", "dora")])
 def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
     one, two = worker.run(tmp_path, "trainer", rule, weights), ranks(results, f"trainer-{rule}-{weights}")
     assert two[0]["wrapped"] == "DistributedDataParallel"
@@ -60,7 +61,7 @@ def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path)
             assert left[name] == pytest.approx(right[name], rel=1e-4), name
 
 
-@pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("fig4", "lora")])
+@pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("fig4", "lora"), ("fisher", "dora")])
 def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
     one, two = worker.run(tmp_path, "loop", rule, weights), ranks(results, f"fsdp2-{rule}-{weights}")
     assert two[0]["wrapped"].startswith("FSDP")
