@@ -40,7 +40,7 @@ from ..geometry.statistics import Statistics, accumulation_dtype, sequence_sampl
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
 from .dora import constant_norms
-from .layer import Inseparable, Layer, Place, layer_backward
+from .layer import LENT, Inseparable, Layer, Place, layer_backward
 
 
 class AnyModuleLayer(Layer):
@@ -137,9 +137,14 @@ class SequenceGroup(Layer):
         use.leaves = [None if isinstance(leaf, (torch.Tensor, Cache)) else leaf for leaf in leaves]
         use.is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         microbatch.in_graph.append(own[0])  # type: ignore[arg-type]
+        microbatch.lends = microbatch.lends or bool(self.watched)
         entered = len(microbatch.entered)
         handed_out = _HandOut.apply(use, len(own), *own, *inputs)
-        with _in_place([place for _, place in taking], handed_out), constant_norms(module):
+        with (
+            _in_place([place for _, place in taking], handed_out),
+            _lent([layer.module for layer in self.watched], taking, own),
+            constant_norms(module),
+        ):
             output = self.own_forward(module)(*args, **kwargs)
         use.called = set(microbatch.entered[entered:])
         leaves, form = pytree.tree_flatten(output)
@@ -183,12 +188,18 @@ class SequenceGroup(Layer):
         Args:
             use ([`_Use`]): the forward.
             microbatch ([`Microbatch`]): the one that the backward is for, maybe that of terms without an advantage.
-            totals (`list`): gradient of each parameter that was handed out, as autograd adds it up. A layer that was
-                called has rescaled its own already.
+            totals (`list`): gradient of each parameter that was handed out, as autograd adds it up; none for layers
+                that were called, which took the parameters themselves.
             inputs (`tuple[torch.Tensor, ...]`): the tensors among the module's arguments.
         """
         cotangents, use.cotangents = use.cotangents, {}
         result = list(totals)
+        for (layer, (_, name)), total in zip(use.taking, totals, strict=True):
+            if total is not None and layer.index in use.called:
+                raise RuntimeError(
+                    f"{layer.name} is called, and its {name} is read by {self.name or 'the model'} as well: ISOPO "
+                    "cannot take both uses together. Freeze its parameters."
+                )
         numbers = [k for k, (layer, _) in enumerate(use.taking) if layer.index not in use.called]
         layers = {use.taking[k][0].index: use.taking[k][0] for k in numbers if totals[k] is not None}
         if not layers:
@@ -402,6 +413,19 @@ def _in_place(places: list[Place], values: Any) -> Iterator[None]:
     finally:
         for (holder, name), value in zip(places, own, strict=True):
             holder._parameters[name] = value
+
+
+@contextlib.contextmanager
+def _lent(modules: list[nn.Module], taking: list[tuple[Layer, Place]], own: list[Any]) -> Iterator[None]:
+    """Tell the modules which of their parameters have views in their place, for their layers to find their own."""
+    try:
+        for (_, (holder, name)), p in zip(taking, own, strict=True):
+            if holder in modules:
+                holder.__dict__.setdefault(LENT, {})[name] = p
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop(LENT, None)
 
 
 @contextlib.contextmanager

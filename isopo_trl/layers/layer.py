@@ -1,8 +1,9 @@
 """What all kinds of layers share: putting a forward in place, and finding the microbatch under way."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +79,11 @@ class Layer:
         return [self.index]
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose parameters its forward reads."""
+        return [self.module]
+
+    @property
     def microbatch(self) -> Microbatch | None:
         """The microbatch under way, if the module's parameters take part in it."""
         microbatch = self.current.microbatch
@@ -122,12 +128,34 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     microbatch = layer.microbatch if layer is not None and getattr(layer, "module", None) is module else None
     if microbatch is None:
         return Layer.own_forward(module)(*args, **kwargs)
-    microbatch.add_to_graph(layer.module)
-    microbatch.entered += layer.entered
     if not args and not layer.takes_anything:  # the input given by name
         kind: Any = type(module)
         args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)
-    return layer.forward(module, microbatch, *args, **kwargs)
+    if not microbatch.lends:
+        microbatch.add_to_graph(layer.module)
+        return layer.forward(module, microbatch, *args, **kwargs)
+    microbatch.entered += layer.entered
+    with _own_parameters(layer.modules):
+        microbatch.add_to_graph(layer.module)
+        return layer.forward(module, microbatch, *args, **kwargs)
+
+
+# Where a module keeps its parameters while a view of them stands in their place (`layers.any_module`)
+LENT = "_isopo_lent"
+
+
+@contextlib.contextmanager
+def _own_parameters(modules: list[nn.Module]) -> Iterator[None]:
+    """A layer's forward takes the parameters themselves, also where views have been lent to the module around it."""
+    lent = [module for module in modules if LENT in module.__dict__]
+    views = [{name: module._parameters[name] for name in module.__dict__[LENT]} for module in lent]
+    try:
+        for module in lent:
+            module._parameters.update(module.__dict__[LENT])
+        yield
+    finally:
+        for module, own in zip(lent, views, strict=True):
+            module._parameters.update(own)
 
 
 def once(backward: Callable) -> Callable:

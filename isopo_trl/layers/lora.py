@@ -39,6 +39,10 @@ class LoRALinear(Layer):
         return [self.A.index, self.B.index]
 
     @property
+    def modules(self) -> list[nn.Module]:
+        return [self.module, self.A.module, self.B.module]
+
+    @property
     def microbatch(self) -> Microbatch | None:
         module: Any = self.module
         microbatch = self.current.microbatch

@@ -338,6 +338,27 @@ def test_a_gradient_that_does_not_come_through_the_outputs_is_an_error():
         (model(x).sum() + model.layer.beside.square().sum()).backward()
 
 
+class CalledAndRead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(1)), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + x @ self.linear.weight
+
+
+def test_a_layer_inside_that_is_called_and_read_is_an_error():
+    model = Holder(CalledAndRead().double())
+    own = model.layer.linear.weight
+    x, cotangent = batch()
+    with (
+        pytest.raises(RuntimeError, match="layer.linear is called, and its weight is read by layer as well"),
+        ISOPO(model).microbatch(ADVANTAGES[:B], attention_mask=torch.ones(B, T)),
+    ):
+        model(x).backward(cotangent)
+    assert model.layer.linear.weight is own
+
+
 def test_a_forward_that_somebody_has_put_in_place_is_used_and_given_back():
     layer = build("matrix")
     layer.forward = lambda x: type(layer).forward(layer, x) * 3
