@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .geometry.sequences import Sequences, draw_samples
-from .layers.plan import ADVICE, coverage, full_name, parameter_names, plan, shortcuts, trained_parameters
+from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
 from .rules.ledger import Ledger
 from .rules.registry import make_rule
@@ -95,8 +95,11 @@ class ISOPO:
         # The layer of each place in the running statistics, and what the place is called
         self._places = [layer for layer in self.layers for _ in layer.indices]
         self._place_names = [name for layer in self.layers for name in layer.place_names()]
-        self._planned = {(layer.module, name) for layer in self.layers for name in layer.parameters}
-        self._shortcuts = shortcuts(self._current, model, self.layers)
+        self._planned = {place for layer in self.layers for place in layer.places}
+        self._shortcuts = [
+            *groups(self._current, model, self.layers),
+            *shortcuts(self._current, model, self.layers),
+        ]
         for layer in (*self.layers, *self._shortcuts):
             layer.attach()
 

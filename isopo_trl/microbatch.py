@@ -37,6 +37,8 @@ class Microbatch:
         ledger ([`Ledger`]): the coefficients so far.
         visits (`list[int]`): how often the backward pass came to each layer.
         closed (`bool`): whether the microbatch is over.
+        lends (`bool`): whether views of parameters may stand in their place (`layers.any_module`).
+        entered (`list[int]`): layers whose forward has run since, in that order.
         in_graph (`list[torch.Tensor]`): a trained parameter of each layer in the graph.
         of_terms ([`Microbatch`], *optional*): the same microbatch for terms that carry no advantage: no sequence is
             rescaled there.
@@ -54,6 +56,8 @@ class Microbatch:
     ledger: Ledger = field(init=False)
     visits: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
+    lends: bool = field(init=False, default=False)
+    entered: list[int] = field(init=False, default_factory=list)
     in_graph: list[torch.Tensor] = field(init=False, default_factory=list)
     of_terms: "Microbatch | None" = field(init=False, default=None)
     in_term: bool = field(init=False, default=False)

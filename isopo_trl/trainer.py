@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from peft import PeftType
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -113,10 +114,11 @@ class ISOPOTrainer(GRPOTrainer):
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
                 "give at least one of them a weight other than 0."
             )
-        if is_peft_model(self.model) and self.model.active_peft_config.is_prompt_learning:
+        prefix = is_peft_model(self.model) and self.model.active_peft_config.peft_type == PeftType.PREFIX_TUNING
+        if prefix and args.gradient_checkpointing:
             raise ValueError(
-                f"{type(self.model.active_peft_config).__name__} adds virtual tokens in front of every sequence, "
-                "which ISOPO does not support: use LoRA (`peft_config=LoraConfig(target_modules='all-linear')`)."
+                "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
+                "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
             )
         self.isopo = ISOPO(
             self.model,

@@ -4,6 +4,10 @@ Every sequence is run alone, without padding. Each module's parameters get their
 module is called again on the input of that one position, and autograd takes the position's cotangent back to the
 parameters. So `G[t]` is the gradient of position t, `V = sum_t G[t]` that of the sequence, and the formulas of the
 paper follow on flat vectors. Two uses of one parameter (tied embedding and head) are two entries.
+
+A module whose gradient is taken per sequence has no positions: its `V` is what autograd gives for the sequence alone,
+and the samples of its Fisher metric are the `V` of all sequences. Which parameters are one such module's is for the
+test to say: `whole`, a list of parameters by name.
 """
 
 import math
@@ -90,31 +94,34 @@ def trained_modules(model):
     }
 
 
-def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8):
+def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8, whole=None, inputs=None):
     """
     Per use of trained parameters, per sequence: `G` `[positions, parameters of the module]`, with the columns of the
     padded batch as positions (zero where there is none). `rounding` is what the model's own arithmetic may lose;
-    `None` where it loses too much for autograd's whole to be compared with the sum.
+    `None` where it loses too much for autograd's whole to be compared with the sum. Uses in `whole` have one position.
+    `inputs(s, columns)` are the model's for sequence s beside its tokens; by default the columns as positions.
     """
-    modules = trained_modules(model)
+    whole = whole or {}
+    apart = {p for parameters in whole.values() for p in parameters}
+    modules = {name: m for name, m in trained_modules(model).items() if not apart.issuperset(_trained(m))}
     B, T = batch.input_ids.shape
     P = batch.prompt_ids.shape[1]
-    result = {name: [] for name in modules}
+    result = {name: [] for name in (*modules, *whole)}
     for s in range(B):
         columns = batch.attention_mask[s].nonzero().squeeze(1)
         seen, handles = {}, []
         for name, module in modules.items():
 
             def remember(module, args, output, name=name, seen=seen):
-                assert name not in seen, f"{name} ran twice"
                 output = output.clone()
                 output.retain_grad()
-                seen[name] = (args[0].detach(), output)
+                seen.setdefault(name, []).append((tuple(x.detach() for x in args), output))
                 return output
 
             handles.append(module.register_forward_hook(remember))
         ids = batch.input_ids[s : s + 1, columns]
-        logits = model(input_ids=ids, position_ids=columns.unsqueeze(0), use_cache=False).logits / temperature
+        others = {"position_ids": columns.unsqueeze(0)} if inputs is None else inputs(s, columns)
+        logits = model(input_ids=ids, use_cache=False, **others).logits[:, -len(columns) :] / temperature
         for handle in handles:
             handle.remove()
         logps = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
@@ -122,10 +129,14 @@ def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8):
         loss = -(logps[scored] * weights[s, columns[1:][scored] - P]).sum()
         model.zero_grad()
         loss.backward()
+        for name, parameters in whole.items():
+            result[name].append(torch.cat([p.grad.reshape(1, -1) for p in parameters], dim=1))
         totals = {}
         for name, module in modules.items():
-            x, output = seen[name]
-            G = _module_gradients(module, x, output.grad, len(columns))
+            runs = [run for run in seen[name] if run[1].grad is not None]
+            assert len(runs) == 1, f"{name} ran {len(runs)} times"
+            inputs_there, output = runs[0]
+            G = _module_gradients(module, inputs_there, output.grad, len(columns))
             padded = G.new_zeros(T, G.shape[1])
             padded[columns] = G
             result[name].append(padded)
@@ -141,14 +152,14 @@ def _trained(module):
     return [p for p in module.parameters(recurse=False) if p.requires_grad]
 
 
-def _module_gradients(module, x, grad, positions):
+def _module_gradients(module, inputs, grad, positions):
     parameters = _trained(module)
-    axis = next(a for a in (1, 2) if x.shape[a] == positions and grad.shape[a] == positions)
+    axis = next(a for a in (1, 2) if inputs[0].shape[a] == positions and grad.shape[a] == positions)
     rows = []
     for t in range(positions):
         at = slice(t, t + 1)
         index = (slice(None),) * axis + (at,)
-        output = module(x[index])
+        output = module(*(x[index] for x in inputs))
         gradients = torch.autograd.grad(output, parameters, grad[index])
         rows.append(torch.cat([g.reshape(-1) for g in gradients]))
     return torch.stack(rows)
@@ -238,25 +249,28 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     return A.to(V.dtype) * torch.tensor(f, dtype=V.dtype)
 
 
-def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, **settings):
+def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, whole=None, **settings):
     """
     `sum_s c_s V_s` for every trained parameter: a dict by parameter, uses of the same parameter added up.
 
     Args:
         G: from [`position_gradients`].
         rows: sampled positions, numbers `b * T + t`; `None` for all real positions.
+        whole: as for [`position_gradients`].
     """
+    whole = whole or {}
     if rows is None:
         rows = batch.attention_mask.reshape(-1).nonzero().squeeze(1)
     expected = {}
-    for name, module in trained_modules(model).items():
-        per_position = G[name]
-        V = per_position.sum(1)
-        samples = per_position.reshape(-1, per_position.shape[-1])[rows]
+    modules = trained_modules(model)
+    for name in G:
+        V = G[name].sum(1)
+        samples = V if name in whole else G[name].reshape(-1, V.shape[1])[rows]
         history = None if histories is None else histories[name]
         c = coefficients(V, samples, batch.advantages, rule, history=history, **settings)
-        flat = iter((c @ V).split([p.numel() for p in _trained(module)]))
-        for p in _trained(module):
+        parameters = whole[name] if name in whole else _trained(modules[name])
+        flat = iter((c @ V).split([p.numel() for p in parameters]))
+        for p in parameters:
             gradient = next(flat).view_as(p)
             expected[p] = expected[p] + gradient if p in expected else gradient
     return expected

@@ -1,4 +1,4 @@
-"""A vision-language model: its language model trains with images in the prompt, its vision tower is refused."""
+"""A vision-language model: its language model trains with images in the prompt, and so does its vision tower."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
-from tests import tiny, training
+from tests import oracle, tiny, training
 
 
 # The last ids of the vocabulary stand for the image and its brackets
@@ -80,16 +80,72 @@ def test_rule_none_has_the_gradient_of_grpo_on_images(tmp_path):
     assert own[0] == pytest.approx(plain[0], abs=1e-6) and training.distance(own[1], plain[1]) < 1e-5
 
 
-def test_trained_vision_tower_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.visual\.patch_embed.*requires_grad_\(False\)"):
-        training.build(tmp_path, vision_model(frozen=False))
+def tower_of(model):
+    return {
+        name: [p for p in module.parameters(recurse=False) if p.requires_grad]
+        for name, module in oracle.trained_modules(model).items()
+        if ".visual." in name
+    }
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["qkv", "q_proj"]], ids=str)
-def test_adapters_of_the_vision_tower_are_refused_before_the_first_step(targets, tmp_path):
-    options = {"peft_config": LoraConfig(r=2, target_modules=targets)}
-    trainer = training.build(tmp_path, vision_model(), WithImages, options=options)
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("targets", [None, "all-linear"], ids=["full", "lora"])
+def test_every_parameter_of_the_vision_tower_has_the_gradient_of_the_definition(targets, checkpointing, tmp_path):
+    model = vision_model(frozen=targets is not None).double()
+    options = {}
+    if targets is not None:
+        options["peft_config"] = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    trainer = training.prepared(
+        training.build(
+            tmp_path, model, options=options, fisher_samples=10_000, gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    )  # fmt: skip
+    model = trainer.model.double()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    kinds = {row["parameter"]: row["kind"] for row in trainer.isopo.coverage()}
+    in_tower = {kind for name, kind in kinds.items() if ".visual." in name}
+    in_text = {kind for name, kind in kinds.items() if ".visual." not in name}
+    assert in_tower == {"any module"} and "linear" in in_text and "any module" not in in_text
+    images = image_batch(3)
+    images |= {name: images[name].double() for name in ("advantages", "pixel_values")}
+    _, found = training.gradients(trainer, images)
+    trainer.isopo.detach()
+    model.gradient_checkpointing_disable()
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    batch = oracle.Batch(*(images[name] for name in names))
+
+    def image_of(s, columns):
+        return {
+            "pixel_values": images["pixel_values"][16 * s : 16 * s + 16],
+            "image_grid_thw": images["image_grid_thw"][s : s + 1],
+            "mm_token_type_ids": images["mm_token_type_ids"][s : s + 1, columns],
+        }
+
+    whole = tower_of(model)
+    G = oracle.position_gradients(model, batch, oracle.token_weights(batch), whole=whole, inputs=image_of)
+    expected = oracle.expected_gradients(model, G, batch, None, "fisher", whole=whole)
+    model.zero_grad()
+    for name, p in model.named_parameters():
+        p.grad = found.get(name)
+    error, name = oracle.worst_error(model, expected)
+    assert error < 1e-9, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("targets", [None, ["qkv", "q_proj"]], ids=["full", "lora"])
+def test_a_vision_tower_trains(targets, tmp_path):
+    options = {} if targets is None else {"peft_config": LoraConfig(r=2, target_modules=targets)}
+    trainer = training.build(tmp_path, vision_model(frozen=targets is not None), WithImages, options=options)
+    training.train(trainer)
+
+
+def test_a_vision_tower_under_reentrant_checkpointing_is_refused_before_the_first_step(tmp_path):
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    trainer = training.build(tmp_path, vision_model(frozen=False), WithImages, **settings)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"visual.*leave it out of the LoRA\s+targets"):
+    with pytest.raises(RuntimeError, match=r"visual.*use_reentrant.: False"):
         trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

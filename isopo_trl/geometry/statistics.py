@@ -285,6 +285,23 @@ def elementwise_statistics(
     return result, V
 
 
+def sequence_sample_statistics(V: torch.Tensor, needs: Needs) -> Statistics:
+    """
+    Statistics from explicit per-sequence gradients `V` `[m, d]` where there are none per position: the samples of the
+    Fisher metric are the gradients of the sequences themselves, all of them, so that
+
+        F_s^2 = sum_s' <V_s', V_s>^2 / sum_s' |V_s'|^2
+    """
+    products = V @ V.t() if needs.overlap or needs.ntk else None
+    norm = square_norms(V)
+    return Statistics(
+        overlap=products if needs.overlap else None,
+        sample_norm=norm if needs.overlap else None,
+        norm=norm if needs.norm else None,
+        ntk=products if needs.ntk else None,
+    )
+
+
 def fisher_norm(overlap: torch.Tensor, sample_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     `F_s = sqrt(sum_j overlap_js^2 / sum_j |gradient_j|^2)`, `[m]`, and whether any sampled position has a gradient: if

@@ -8,7 +8,7 @@ from torch import nn
 from ..geometry.statistics import OneHotInputs, ghost_statistics
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
-from .layer import PROBE_ERRORS, Layer, Unsupported, has_own_forward, layer_backward
+from .layer import PROBE_ERRORS, Inseparable, Layer, Unsupported, has_own_forward, layer_backward
 
 
 class EmbeddingLayer(Layer):
@@ -21,7 +21,7 @@ class EmbeddingLayer(Layer):
         if not isinstance(module, nn.Embedding):
             return False
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            raise Unsupported("an embedding with max_norm, sparse or scale_grad_by_freq changes its own gradient")
+            raise Inseparable("an embedding with max_norm, sparse or scale_grad_by_freq changes its own gradient")
         if set(trainable) != {"weight"} or has_own_forward(module) or not _looks_up_and_scales(module):
             raise Unsupported(f"{type(module).__name__} does more than look up a row and multiply it by a constant")
         return True

@@ -1,8 +1,9 @@
 """What all kinds of layers share: putting a forward in place, and finding the microbatch under way."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +17,16 @@ from ..rules.rule import Rule
 PROBE_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
+# A module, and the name of one of its own parameters
+Place = tuple[nn.Module, str]
+
+
 class Unsupported(Exception):
     """Why a module that looks like a supported one is not."""
+
+
+class Inseparable(Unsupported):
+    """Why no kind of layer can take a module."""
 
 
 class Layer:
@@ -32,6 +41,8 @@ class Layer:
     """
 
     kind: ClassVar[str]
+    # Whether its forward takes what the module is called with, whatever it is; else the input, and what follows it
+    takes_anything: ClassVar[bool] = False
 
     def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str, index: int):
         self.current = current
@@ -67,6 +78,21 @@ class Layer:
         raise NotImplementedError
 
     @property
+    def places(self) -> list[Place]:
+        """Where its trained parameters are held, in the order of `parameters`."""
+        return [(self.module, name) for name in self.parameters]
+
+    @property
+    def entered(self) -> list[int]:
+        """The layers, by their index, whose parameters its forward takes."""
+        return [self.index]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose parameters its forward reads."""
+        return [self.module]
+
+    @property
     def microbatch(self) -> Microbatch | None:
         """The microbatch under way, if the module's parameters take part in it."""
         microbatch = self.current.microbatch
@@ -80,12 +106,23 @@ class Layer:
 
     def attach(self) -> None:
         self.module._isopo_layer = self  # type: ignore[assignment]
+        if has_own_forward(self.module):
+            self.module.__dict__["_isopo_own_forward"] = self.module.__dict__["forward"]
         # A partial, not a closure: a deep copy of the model then has its own module behind it, and it can be pickled
         self.module.forward = functools.partial(_forward, self.module)
 
     def detach(self) -> None:
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.pop("_isopo_layer", None)
+        own = self.module.__dict__.pop("_isopo_own_forward", None)
+        if own is not None:
+            self.module.forward = own
+
+    @staticmethod
+    def own_forward(module: nn.Module) -> Callable:
+        """The module's own forward, that of its class or what somebody has put in its place."""
+        own: Any = module.__dict__.get("_isopo_own_forward")
+        return functools.partial(type(module).forward, module) if own is None else own
 
     def __deepcopy__(self, memo: dict) -> "Layer":
         return self
@@ -99,12 +136,35 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     # A deep copy of the model carries the layer along but is not the model that is trained
     microbatch = layer.microbatch if layer is not None and getattr(layer, "module", None) is module else None
     if microbatch is None:
-        return type(module).forward(module, *args, **kwargs)
-    microbatch.add_to_graph(layer.module)
-    if not args:  # the input given by name
+        return Layer.own_forward(module)(*args, **kwargs)
+    if not args and not layer.takes_anything:  # the input given by name
         kind: Any = type(module)
         args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)
-    return layer.forward(module, microbatch, *args, **kwargs)
+    if not microbatch.lends:
+        microbatch.add_to_graph(layer.module)
+        return layer.forward(module, microbatch, *args, **kwargs)
+    microbatch.entered += layer.entered
+    with _own_parameters(layer.modules):
+        microbatch.add_to_graph(layer.module)
+        return layer.forward(module, microbatch, *args, **kwargs)
+
+
+# Where a module keeps its parameters while a view of them stands in their place (`layers.any_module`)
+LENT = "_isopo_lent"
+
+
+@contextlib.contextmanager
+def _own_parameters(modules: list[nn.Module]) -> Iterator[None]:
+    """A layer's forward takes the parameters themselves, also where views have been lent to the module around it."""
+    lent = [module for module in modules if LENT in module.__dict__]
+    views = [{name: module._parameters[name] for name in module.__dict__[LENT]} for module in lent]
+    try:
+        for module in lent:
+            module._parameters.update(module.__dict__[LENT])
+        yield
+    finally:
+        for module, own in zip(lent, views, strict=True):
+            module._parameters.update(own)
 
 
 def once(backward: Callable) -> Callable:
@@ -152,7 +212,8 @@ def layer_backward(backward: Callable) -> Callable:
 def _added(gradients: tuple, aside: tuple | None) -> tuple:
     if aside is None:
         return gradients
-    return gradients[0], *(g if x is None else g + x for g, x in zip(gradients[1:], aside[1:], strict=True))
+    pairs = zip(gradients[1:], aside[1:], strict=True)
+    return gradients[0], *(g if x is None else x if g is None else g + x for g, x in pairs)
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

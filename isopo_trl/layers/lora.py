@@ -35,6 +35,14 @@ class LoRALinear(Layer):
         self.adapter, self.A, self.B = adapter, A, B
 
     @property
+    def entered(self) -> list[int]:
+        return [self.A.index, self.B.index]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.module, self.A.module, self.B.module]
+
+    @property
     def microbatch(self) -> Microbatch | None:
         module: Any = self.module
         microbatch = self.current.microbatch

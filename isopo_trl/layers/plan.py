@@ -2,15 +2,18 @@
 
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..microbatch import CurrentMicrobatch
 from ..rules.rule import Rule
+from .any_module import AnyModuleLayer, SequenceGroup
 from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
 from .experts import ExpertsForward, check_experts, is_experts
 from .functional_linear import FunctionalLinearLayer, FunctionalLoRA, calls_linear_once
-from .layer import Layer, Unsupported, full_shape
+from .layer import Inseparable, Layer, Place, Unsupported, full_shape, has_own_forward
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
 from .lm_head import LMHeadLayer
@@ -19,7 +22,7 @@ from .parameter_lora import Factor, parameter_factors, trained_adapters
 from .rms_norm import RMSNormLayer, frozen_norms
 
 
-# In the order in which they are asked; the first that accepts a module takes it
+# In the order in which they are asked; the first that accepts a module takes it, and `AnyModuleLayer` what is left
 KINDS: list[type[Layer]] = [
     LinearLayer,
     EmbeddingLayer,
@@ -40,37 +43,33 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
     head = _output_embeddings(model)
     of_parameters = parameter_factors(model)
     forwards: dict[nn.Module, ExpertsForward | FunctionalLoRA] = {}  # by the modules that have stacks or such adapters
+    beside = _beside_the_text(model, head)
     layers: list[Layer] = []
-    places = 0
     refused: list[str] = []
     experts = False
     for name, module in model.named_modules():
-        trainable = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if not trainable:
+        places = _places(module)
+        if not places:
             continue
-        kinds = [LMHeadLayer] if module is head else KINDS
+        trainable = {n: holder.get_parameter(own) for n, (holder, own) in places.items()}
+        index = layers[-1].indices.stop if layers else 0  # of the next place in the running statistics
         try:
             if module in of_parameters:
                 factor = of_parameters[module]
-                layers.append(_forward_around(current, model, factor, forwards).add_factor(factor, name, places))
-                places = layers[-1].indices.stop
-                continue
-            if is_experts(module):
-                stacks = _experts_forward(current, module, name, forwards).add_stacks(places)
-                layers += stacks
-                places = stacks[-1].indices.stop
-                continue
-            kind = next((kind for kind in kinds if kind.accepts(module, trainable)), None)
-            reason = f"{type(module).__name__} is not a kind of layer that ISOPO knows"
+                layers.append(_forward_around(current, model, factor, forwards).add_factor(factor, name, index))
+            elif is_experts(module):
+                layers += _experts_forward(current, module, name, forwards).add_stacks(index)
+            elif head is not None and module is head:
+                LMHeadLayer.accepts(module, trainable)
+                layers.append(LMHeadLayer(current, module, name, index))
+            elif (kind := None if module in beside else _kind_of(module, places, trainable)) is not None:
+                layers.append(kind(current, module, name, index))
+            elif AnyModuleLayer.accepts(module, trainable):
+                layers.append(AnyModuleLayer(current, module, name, index, places))
         except Unsupported as error:
-            kind, reason = None, str(error)
-        if kind is None:
-            refused += [f"{full_name(name, parameter)} ({reason})" for parameter in trainable]
+            refused += [f"{full_name(name, parameter)} ({error})" for parameter in trainable]
             # PEFT's 'all-linear' includes stacks of experts
             experts = experts or module in of_parameters or any(p.dim() > 2 for p in trainable.values())
-        else:
-            layers.append(kind(current, module, name, places))
-            places += 1
     if refused:
         more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
         advice = _ADVICE_FOR_EXPERTS if experts else ADVICE
@@ -104,6 +103,97 @@ def _forward_around(
     if base not in forwards:
         forwards[base] = FunctionalLoRA(current, base, name, wrapper, factor.adapter)
     return forwards[base]
+
+
+def _places(module: nn.Module) -> dict[str, Place]:
+    """
+    Where the parameters are that the module's forward uses itself and that are trained, by their names relative to the
+    module: its own, and those of containers without a forward.
+    """
+    if not _has_forward(module):
+        return {}
+    found = {}
+    containers = [("", module)]
+    while containers:
+        prefix, holder = containers.pop(0)
+        for name, p in holder._parameters.items():
+            if p is not None and p.requires_grad:
+                found[prefix + name] = (holder, name)
+        for name, child in holder._modules.items():
+            if child is not None and not _has_forward(child):
+                containers.append((f"{prefix}{name}.", child))
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or has_own_forward(module)
+
+
+def _kind_of(module: nn.Module, places: dict[str, Place], trainable: dict[str, nn.Parameter]) -> type[Layer] | None:
+    """The kind that the module has of its own, if it has one; raises [`Inseparable`] where there can be none."""
+    if any(holder is not module for holder, _ in places.values()):
+        return None
+    try:
+        return next((kind for kind in KINDS if kind.accepts(module, trainable)), None)
+    except Inseparable:
+        raise
+    except Unsupported:
+        return None
+
+
+def _beside_the_text(model: nn.Module, head: nn.Module | None) -> dict[nn.Module, nn.Module]:
+    """
+    Modules whose rows are no positions of the text, and for each the module around it and the text's: vision towers
+    and their projections beside the decoder, PEFT's virtual tokens beside the model.
+    """
+    whole: Any = getattr(model, "get_base_model", lambda: model)()
+    decoder: Any = getattr(whole, "get_decoder", lambda: None)()
+    around = next((m for m in model.modules() if any(child is decoder for child in m.children())), None)
+    found: dict[nn.Module, nn.Module] = {}
+    if decoder is not None and decoder is not whole and around is not None:
+        # The head stands beside the decoder, too
+        beside = [m for m in around.children() if m is not decoder and all(part is not head for part in m.modules())]
+        found = {part: around for m in beside for part in m.modules()}
+    virtual_tokens = model._modules.get("prompt_encoder") if isinstance(model, PeftModel) else None
+    if virtual_tokens is not None:
+        found |= {part: model for part in virtual_tokens.modules()}
+    return found
+
+
+def groups(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[SequenceGroup]:
+    """The modules that are run again in the backward, for the `layers` whose gradients are taken per sequence."""
+    members = {layer.module: layer for layer in layers if isinstance(layer, AnyModuleLayer)}
+    if not members:
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    parent = {child: module for module in model.modules() for child in module.children()}
+    beside = _beside_the_text(model, _output_embeddings(model))
+    roots: dict[nn.Module, list[Layer]] = {}
+    for module, layer in members.items():
+        root = beside.get(module, module)
+        if module not in beside:
+            if isinstance(module, nn.Conv1d) and module in parent and _has_forward(parent[module]):
+                root = parent[module]  # which often reads the weights, and does not call it
+            # What is checkpointed by itself may be run when the module around it is over
+            while not isinstance(module, GradientCheckpointingLayer) and module in parent:
+                module = parent[module]
+                root = module if module in members else root
+        roots.setdefault(root, []).append(layer)
+    found = []
+    for root, own in roots.items():
+        inside = set(_run_with(root)) if root not in beside.values() else set()
+        watched = [layer for layer in layers if layer.module in inside and layer.module not in members]
+        found.append(SequenceGroup(current, root, names[root], own, watched))
+    return found
+
+
+def _run_with(module: nn.Module) -> list[nn.Module]:
+    """Modules inside of `module` that are not checkpointed by themselves."""
+    found = []
+    for child in module.children():
+        if not isinstance(child, GradientCheckpointingLayer):
+            found += [child, *_run_with(child)]
+    return found
 
 
 def shortcuts(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[Layer]:

@@ -74,6 +74,10 @@ class FrozenRMSNorm(Layer):
         self.flavour = flavour
 
     @property
+    def entered(self) -> list[int]:
+        return []
+
+    @property
     def microbatch(self) -> Microbatch | None:
         return self.current.microbatch if torch.is_grad_enabled() else None
 

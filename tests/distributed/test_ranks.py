@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
 RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslora"]
+RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
@@ -51,7 +52,9 @@ def assert_same(one, first, second, tolerance):
 # One rank is this process
 
 
-@pytest.mark.parametrize("rule,weights", [("fisher", "full"), ("interacting", "lora"), ("fisher", "experts")])
+@pytest.mark.parametrize(
+    "rule,weights", [("fisher", "full"), ("interacting", "lora"), ("fisher", "experts"), ("fisher", "dora")]
+)
 def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
     one, two = worker.run(tmp_path, "trainer", rule, weights), ranks(results, f"trainer-{rule}-{weights}")
     assert two[0]["wrapped"] == "DistributedDataParallel"
@@ -62,7 +65,8 @@ def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "rule,weights", [("fisher", "full"), ("fig4", "lora"), ("fig4", "experts"), ("fisher", "expertslora")]
+    "rule,weights",
+    [("fisher", "full"), ("fig4", "lora"), ("fig4", "experts"), ("fisher", "expertslora"), ("fisher", "dora")],
 )
 def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
     one, two = worker.run(tmp_path, "loop", rule, weights), ranks(results, f"fsdp2-{rule}-{weights}")

@@ -1,7 +1,7 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, overflow, overflow2,
-overflow3, overflowfsdp, and the weights full or lora, or those of a mixture of experts, experts or expertslora
+overflow3, overflowfsdp, and the weights full, lora or dora, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -41,13 +41,13 @@ def microbatch(number, shortest=1):
 
 def build(weights):
     model = tiny.model("qwen3_moe" if "experts" in weights else "qwen3", tie=True)
-    if weights.endswith("lora"):
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    if weights.endswith(("lora", "dora")):
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=weights == "dora"))
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             for p in model.parameters():
-                if p.requires_grad:
-                    p.copy_(torch.randn(p.shape, generator=generator) * 0.2)
+                if p.requires_grad:  # DoRA's magnitudes stay near the norms they begin with
+                    p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + (p if p.dim() == 1 else 0))
     return model
 
 
@@ -140,7 +140,7 @@ def loop(output, rule, weights, shard):
     if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
         torch.distributed.init_process_group("gloo")
     model = build(weights)
-    base = model.get_base_model() if weights.endswith("lora") else model
+    base = model.get_base_model() if weights.endswith(("lora", "dora")) else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
     isopo = ISOPO(model, rule, fisher_samples=9)
     if shard:

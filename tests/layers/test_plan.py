@@ -162,21 +162,26 @@ def with_forward_of_its_own(layer):
     return layer
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = nn.Parameter(torch.ones(4, D, 2 * D))
+
+    def forward(self, x):
+        return x
+
+
 @pytest.mark.parametrize(
     ("make", "parameters"),
     [
         (lambda: nn.Conv1d(D, D, 3), ["weight", "bias"]),
         (lambda: nn.RMSNorm(D), ["weight"]),  # its forward insists on a vector
-        (lambda: nn.BatchNorm1d(D), ["weight", "bias"]),
         (Matrix, ["matrix"]),
         (Cumulative, ["scale"]),
         (MeanOfScale, ["scale"]),
         (OtherArguments, ["scale"]),
         (TwoSizes, ["scale", "gate"]),
-        (lambda: nn.ParameterList([torch.ones(3), torch.ones(3)]), ["0", "1"]),
-        (lambda: nn.Embedding(6, 3, max_norm=1.0), ["weight"]),
-        (lambda: nn.Embedding(6, 3, sparse=True), ["weight"]),
-        (lambda: nn.Embedding(6, 3, scale_grad_by_freq=True), ["weight"]),
         (lambda: ShiftedEmbedding(6, 3), ["weight"]),
         (lambda: OPTLearnedPositionalEmbedding(6, 3), ["weight"]),
         (lambda: OwnLinear(D, D), ["weight", "bias"]),
@@ -186,6 +191,37 @@ def with_forward_of_its_own(layer):
         (lambda: with_forward_of_its_own(nn.LayerNorm(D)), ["weight", "bias"]),
         (lambda: with_forward_of_its_own(nn.Embedding(6, 3)), ["weight"]),
         (lambda: with_forward_of_its_own(LlamaRMSNorm(D)), ["weight"]),
+    ],
+)
+def test_a_layer_without_a_kind_of_its_own_is_taken_per_sequence(make, parameters):
+    model = nn.Sequential(nn.Linear(D, D), make())
+    values = [p.clone() for p in model.parameters()]
+    isopo = ISOPO(model)
+    rows = [(row["parameter"], row["kind"], row["strategy"]) for row in isopo.coverage()]
+    assert rows[2:] == [(f"1.{name}", "any module", "per sequence") for name in parameters]
+    assert [row[1] for row in rows[:2]] == ["linear", "linear"]
+    # Trying it out leaves no trace
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
+    isopo.detach()
+    assert {row["strategy"] for row in ISOPO(model, "none").coverage()} == {"no statistics"}
+
+
+def test_parameters_in_a_container_belong_to_the_module_whose_forward_finds_them():
+    model = Holder(nn.Linear(D, D))
+    model.scales = nn.ParameterDict({"a": torch.ones(D), "b": nn.ParameterList([torch.ones(2)])})
+    rows = {row["parameter"]: row["kind"] for row in ISOPO(model).coverage()}
+    kinds = {"scales.a": "any module", "scales.b.0": "any module", "layer.weight": "linear", "layer.bias": "linear"}
+    assert rows == kinds
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters"),
+    [
+        (lambda: nn.BatchNorm1d(D), ["weight", "bias"]),
+        (lambda: nn.Embedding(6, 3, max_norm=1.0), ["weight"]),
+        (lambda: nn.Embedding(6, 3, sparse=True), ["weight"]),
+        (lambda: nn.Embedding(6, 3, scale_grad_by_freq=True), ["weight"]),
+        (lambda: Experts(), ["gate_up_proj"]),
     ],
 )
 def test_a_layer_that_cannot_be_honoured_is_refused_by_name(make, parameters):
@@ -239,11 +275,11 @@ def test_a_second_isopo_on_the_same_model_is_refused():
     ISOPO(model)
 
 
-def test_a_linear_layer_with_another_parameter_is_refused():
+def test_a_linear_layer_with_another_parameter_is_taken_per_sequence():
     model = linear()
     model[1].register_parameter("gain", nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match="1.gain .*beside weight and bias"):
-        ISOPO(model)
+    kinds = {row["parameter"]: row["kind"] for row in ISOPO(model).coverage()}
+    assert kinds["1.gain"] == kinds["1.weight"] == "any module" and kinds["0.weight"] == "linear"
 
 
 def test_an_lm_head_that_is_no_linear_layer_is_refused():
