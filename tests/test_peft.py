@@ -126,8 +126,11 @@ def row(method, folder, rule="fisher", reentrant=None):
     return f"| {method} | exact | {kinds} |"
 
 
+RARE = ("OLoRA", "BOFT", "HRA", "AdaLoRA", "P-tuning")
+
+
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[pytest.mark.slow] * (m in RARE)) for m in METHODS])
 def test_the_table_of_adapters_is_what_they_do(method, tmp_path):
     assert row(method, tmp_path) in PAGE.read_text().splitlines()
 

@@ -462,7 +462,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("rule", ["fisher", "none"])
+@pytest.mark.parametrize("rule", ["fisher", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_of_a_model_has_the_gradient_of_the_definition(family, rule):
     model = build_model(family)
