@@ -356,9 +356,19 @@ def test_rule_none_trains_to_the_weights_of_trl_for_every_loss(accumulation, los
     same_lines(expected, actual, {"kl", "policy_loss"})
 
 
+class Noting(ISOPOTrainer):
+    """Notes whether the loss is told what tokens were drawn with."""
+
+    told: list[bool] = []
+
+    def _compute_loss(self, model, inputs):
+        self.told = [*self.told, torch.isfinite(inputs["sampling_per_token_logps"]).all().item()]
+        return super()._compute_loss(model, inputs)
+
+
 def test_no_old_policy_is_scored_for_the_kl(tmp_path):
     """Three generations for six steps: a pass of the reference each, and one forward for each loss."""
-    trainer = training.build(tmp_path, options=LORA, num_iterations=2, max_steps=6, **BETA)
+    trainer = training.build(tmp_path, kind=Noting, options=LORA, num_iterations=2, max_steps=6, **BETA)
     passes = []
     score = trainer._get_per_token_logps_and_entropies
 
@@ -369,6 +379,7 @@ def test_no_old_policy_is_scored_for_the_kl(tmp_path):
     trainer._get_per_token_logps_and_entropies = noting
     training.train(trainer)
     assert passes.count("generation") == 3 and passes.count("loss") == 6
+    assert trainer.told == [True] * 6  # for the ratio by which the divergence is corrected
 
 
 def test_adaptive_bonus_goes_on_from_a_checkpoint(tmp_path):
