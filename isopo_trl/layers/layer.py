@@ -105,9 +105,9 @@ class Layer:
         return None
 
     def attach(self) -> None:
-        self.module._isopo_layer = self  # type: ignore[assignment]
-        if has_own_forward(self.module):
+        if has_own_forward(self.module) and "_isopo_layer" not in self.module.__dict__:  # stacks share a forward
             self.module.__dict__["_isopo_own_forward"] = self.module.__dict__["forward"]
+        self.module._isopo_layer = self  # type: ignore[assignment]
         # A partial, not a closure: a deep copy of the model then has its own module behind it, and it can be pickled
         self.module.forward = functools.partial(_forward, self.module)
 
