@@ -306,11 +306,6 @@ class ISOPOConfig(GRPOConfig):
                 "which cannot be part of ISOPO's single pass: set router_aux_loss_coef=0.0.",
             ),
             (
-                self.use_liger_kernel,
-                "use_liger_kernel=True replaces layers by fused kernels whose gradients ISOPO cannot rescale: set "
-                "use_liger_kernel=False.",
-            ),
-            (
                 bool(self.torch_compile),
                 "torch_compile=True is not supported with ISOPO's layers: set torch_compile=False.",
             ),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import checkpoints, model_card, resuming, reward_functions, trl_seam
+from . import checkpoints, liger, model_card, resuming, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, note_origin, samples_at_temperature
@@ -112,6 +112,8 @@ class ISOPOTrainer(GRPOTrainer):
         reward_functions.verify_callable(reward_funcs)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if args.use_liger_kernel:
+            args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)
         if not self.reward_weights.any() and not args.kl_in_reward:
             raise ValueError(
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "

@@ -107,7 +107,6 @@ INVALID = {
     "entropy_coef": [0.1, NAN, "1"],
     "use_adaptive_entropy": [True],
     "router_aux_loss_coef": [0.1, NAN, "1"],
-    "use_liger_kernel": [True],
     "fp16": [True],
     "vllm_importance_sampling_mode": ["typo", None],
     "vllm_importance_sampling_clip_max": [NAN, -1.0, 0.0, -INF, "1", [1.0], True],
