@@ -8,6 +8,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl.generation import vllm_client, vllm_generation
 
+from isopo_trl import trl_seam
 from tests import tiny, training
 from tests.vllm_server import Server
 
@@ -75,6 +76,9 @@ def test_run_with_a_server_is_that_of_a_rollout_with_its_completions(server, pef
     lines = training.train(
         run, still=("lora_A", "base_layer")
     )  # TRL merges the adapter for the server and takes it out again
+    # The sampler's log-probabilities are taken as they come, and no pass is made for an old policy's
+    (batch,) = trl_seam.generated_batches(run)
+    assert "sampling_per_token_logps" in batch and "old_per_token_logps" not in batch
     # Every generation is of the step's own weights, so the ratio to the sampler is 1
     assert len(synchronised.errors) == 3 and max(synchronised.errors) < 1e-6
     assert server.requests.count("/update_weights") == server.requests.count("/reset_prefix_cache") == 3
