@@ -291,11 +291,6 @@ class ISOPOConfig(GRPOConfig):
                 "leave the threshold unset.",
             ),
             (
-                self.use_liger_kernel,
-                "use_liger_kernel=True replaces layers by fused kernels whose gradients ISOPO cannot rescale: set "
-                "use_liger_kernel=False.",
-            ),
-            (
                 bool(self.torch_compile),
                 "torch_compile=True is not supported with ISOPO's layers: set torch_compile=False.",
             ),

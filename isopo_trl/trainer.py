@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import checkpoints, model_card, reward_functions, trl_seam
+from . import checkpoints, liger, model_card, resuming, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
@@ -109,6 +109,8 @@ class ISOPOTrainer(GRPOTrainer):
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
+        if args.use_liger_kernel:
+            args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)
         if not self.reward_weights.any() and not args.kl_in_reward:
             raise ValueError(
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
@@ -153,7 +155,8 @@ class ISOPOTrainer(GRPOTrainer):
         checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             self._load_state(checkpoint)
-        return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
+        with resuming.past_epochs(self, checkpoint):
+            return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         try:
@@ -321,14 +324,17 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         # First: what follows pushes the folder to the Hub and removes older checkpoints
+        folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = os.path.join(self._get_output_dir(trial=trial), folder)
+        resuming.save(self, folder)
         if self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            folder = os.path.join(self._get_output_dir(trial=trial), folder)
             os.makedirs(folder, exist_ok=True)
             state = {
                 **self.isopo.state_dict(),
                 "weighting": self.weighting.chosen(),
                 "save_only_model": bool(self.args.save_only_model),
+                "position": resuming.position(self),
+                "optimizer_steps": self._optimizer_steps,
             }
             torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
         super()._save_checkpoint(model, trial)
@@ -350,6 +356,8 @@ class ISOPOTrainer(GRPOTrainer):
             self.isopo.load_state_dict(state)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        if resuming.restore(self, checkpoint, state.get("position")):
+            self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
         if changes:
             logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
         missing = checkpoints.missing(checkpoint)

@@ -461,6 +461,29 @@ def generation(
         yield
 
 
+# Resuming
+
+
+require("trl.GRPOTrainer._prepare_inputs", mentions=("_buffered_inputs", "_step", "steps_per_generation"))
+require("trl.GRPOTrainer.training_step", mentions=("_step",))
+require("trl.GRPOTrainer._get_train_sampler", "dataset")
+
+
+def progress(trainer: Any) -> int:
+    """Number of microbatches that the trainer has gone through: decides when to generate."""
+    return trainer._step
+
+
+def generated_batches(trainer: Any) -> list[dict[str, Any]] | None:
+    """The microbatches of the last generation on this rank, if there was one."""
+    return trainer._buffered_inputs
+
+
+def set_progress(trainer: Any, microbatches: int, batches: list[dict[str, Any]] | None) -> None:
+    """Put the trainer after so many microbatches; without `batches` it generates first of all."""
+    trainer._step, trainer._buffered_inputs = microbatches, batches
+
+
 def is_reference(trainer: Any, model: Any) -> bool:
     """Whether a scoring pass of `model`, made now, is one of the reference model's."""
     if trainer.ref_model is not None:

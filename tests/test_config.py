@@ -219,7 +219,6 @@ REFUSED = [
         },
         ["vllm_importance_sampling_clip_min=inf", "finite"],
     ),
-    ({"use_liger_kernel": True}, ["use_liger_kernel=True", "use_liger_kernel=False"]),
     ({"torch_compile": True}, ["torch_compile=True", "torch_compile=False"]),
     ({"torch_compile_backend": "eager"}, ["torch_compile=True", "torch_compile=False"]),
     ({"fp16": True}, ["fp16=True", "bf16=True"]),

@@ -114,7 +114,6 @@ INVALID = {
     "reward_weights": [[NAN], [INF], [0.0], [1e39], 1.0, "1", ["1"], [], [1.0, 1.0], [None], [[1.0]]],
     "entropy_coef": [NAN, INF, "1"],
     "router_aux_loss_coef": [0.1, NAN, "1"],
-    "use_liger_kernel": [True],
     "fp16": [True],
     "vllm_importance_sampling_mode": ["typo", None],
     "vllm_importance_sampling_clip_max": [NAN, -1.0, 0.0, -INF, "1", [1.0], True],

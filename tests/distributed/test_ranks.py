@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
 RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslora"]
 RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
-RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
+RUNS += ["resumed-fisher-full", "overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
 
@@ -80,6 +80,13 @@ def test_deepspeed_trains_to_the_weights_of_one_rank(mode, results, tmp_path):
     one, two = worker.run(tmp_path, "trainer", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
     assert two[0]["wrapped"] == "DeepSpeedEngine"
     assert_same(one, *two, 1e-3)  # DeepSpeed clips and sums in an order of its own
+
+
+def test_ranks_that_resume_inside_a_generation_end_with_the_weights_of_an_unbroken_run(results):
+    first, second = ranks(results, "resumed-fisher-full")
+    for name, expected in first["whole"].items():
+        assert torch.equal(first["weights"][name], expected), name
+        assert torch.equal(second["weights"][name], expected), name
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("overflow")])

@@ -1,11 +1,13 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
-worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, overflow, overflow2,
-overflow3, overflowfsdp, and the weights full, lora or dora, or those of a mixture of experts, experts or expertslora
+worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, overflow,
+overflow2, overflow3, overflowfsdp, and the weights full, lora or dora, or those of a mixture of experts, experts or
+expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
+`resumed` generates, uses completions twice, and goes on from a checkpoint in between.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -83,7 +85,7 @@ def deepspeed_config(stage):
     }
 
 
-def trainer(output, rule, weights, stage=None, kind=ByHand):
+def trainer(output, rule, weights, stage=None, kind=ByHand, **settings):
     args = ISOPOConfig(
         f"{output}.trainer",
         rule=rule,
@@ -101,9 +103,10 @@ def trainer(output, rule, weights, stage=None, kind=ByHand):
         learning_rate=0.05,
         lr_scheduler_type="constant",
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if "save_steps" in settings else "no",
         router_aux_loss_coef=0.0,
         deepspeed=None if stage is None else deepspeed_config(stage),
+        **settings,
     )
     return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
 
@@ -113,6 +116,17 @@ def train(output, rule, weights, stage=None):
     run.train()
     logs = [log for log in run.state.log_history if "loss" in log]
     return run.model, run.isopo, {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
+
+
+def resumed(output, rule, weights):
+    """The weights of a run that was resumed between two uses of its completions, and of one that was not."""
+    settings = {"kind": ISOPOTrainer, "num_iterations": 2, "save_steps": 1}
+    whole = trainer(output, rule, weights, **settings)
+    whole.train()
+    torch.distributed.barrier()  # the checkpoint is the other rank's, too
+    run = trainer(output, rule, weights, **settings)
+    run.train(resume_from_checkpoint=f"{output}.trainer/checkpoint-1")
+    return {"weights": full_weights(run.model), "whole": full_weights(whole.model)}
 
 
 class Keep(TrainerCallback):
@@ -172,6 +186,8 @@ def loop(output, rule, weights, shard):
 
 
 def run(output, mode, rule, weights):
+    if mode == "resumed":
+        return resumed(output, rule, weights)
     if mode.startswith("overflow"):
         return overflow(output, rule, weights, mode.removeprefix("overflow"))
     if mode in ("trainer", "zero2", "zero3"):

@@ -1,0 +1,151 @@
+"""
+The table of what stays refused (docs/from_grpo.md): each row is refused, and each refusal has a row.
+
+To let go of a refusal, delete its row and, where it is described in words, its case here.
+"""
+
+import ast
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+from peft import PrefixTuningConfig
+from torch import nn
+
+import isopo_trl
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl.token_weights import ratio_loss, refusals
+from tests import tiny, training
+from tests.test_docs import table
+
+
+ROWS = [row[0] for row in table("from_grpo.md", "What stays refused")]
+SOURCE = Path(isopo_trl.__file__).parent
+
+
+def trained(model="qwen3", peft=None, **settings):
+    def build(folder):
+        training.build(folder, model, options={"peft_config": peft}, **settings)
+
+    return build
+
+
+def core(change):
+    """The core alone, without a trainer, on a model to which something was done."""
+
+    def build(folder):
+        model = tiny.model("llama")
+        change(model)
+        ISOPO(model, "fisher")
+
+    return build
+
+
+def per_token(folder):
+    class PerToken(ISOPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "advantages": batch["advantages"].unsqueeze(1)}
+
+    training.build(folder, kind=PerToken, max_steps=1).train()
+
+
+def with_a_batch_norm(model):
+    model.model.norm = nn.Sequential(model.model.norm, nn.BatchNorm1d(1))
+
+
+def other_experts(folder):
+    model = tiny.model("qwen3_moe")
+    model.config._experts_implementation = "deepgemm"
+    ISOPO(model, "fisher")
+
+
+# What a row in words stands for: all of these are refused
+WORDS = {
+    "prefix tuning under gradient checkpointing": [
+        trained(peft=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), gradient_checkpointing=True)
+    ],
+    "a trained batch norm": [core(with_a_batch_norm)],
+    "experts of which `experts_implementation` is not one of transformers' three": [other_experts],
+    "a model that is compiled": [core(lambda model: model.compile())],
+    "a model spread over devices (`device_map`)": [core(lambda model: model.lm_head.to("meta"))],
+    "an advantage per token": [per_token],
+}
+
+
+def cases(row):
+    if row in WORDS:
+        return WORDS[row]
+    (settings,) = re.findall(r"^`(.*)`$", row)
+    call = ast.parse(f"f({settings})", mode="eval").body
+    return [trained(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", ROWS)
+def test_what_the_table_lists_is_refused(row, tmp_path):
+    assert row.startswith("`") or row in WORDS, (
+        f"{row!r} is described in words and needs a case in tests/test_refused.py"
+    )
+    for number, build in enumerate(cases(row)):
+        try:
+            build(tmp_path)
+        except ValueError as error:
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            assert Path(raised_in).is_relative_to(SOURCE), f"{row!r} (case {number}) is refused by another: {error}"
+            continue
+        pytest.fail(f"{row!r} (case {number}) is accepted now: delete the row in docs/from_grpo.md, and its case here")
+
+
+def test_no_case_is_left_without_its_row():
+    assert sorted(set(WORDS) - set(ROWS)) == [], "delete these cases, or add their rows to docs/from_grpo.md"
+
+
+# Each refusal has a row
+
+
+# Fields whose refusals are of values that have no meaning, or of settings that contradict each other
+MEANINGLESS = r"kpo_\w+|vllm_importance_sampling_\w+|top_entropy_quantile|token_weights|kl_in_reward"
+
+
+def test_every_refused_setting_is_in_the_table():
+    listed = set(re.findall(r"(\w+)=", " ".join(ROWS)))
+    args = ISOPOConfig("unused", use_cpu=True, bf16=False, report_to=[])
+    for _, message in (*refusals(args), *ratio_loss.refusals(args), *args._refusals()):
+        fields = [word for word in re.findall(r"\w+", message) if word in ISOPOConfig.__dataclass_fields__]
+        known = [field for field in fields if field in listed or re.fullmatch(MEANINGLESS, field)]
+        assert known or not fields, f"add a row to docs/from_grpo.md: {message}"
+
+
+# Words of each refusal in these files: a row of the table, or an error of the user's
+OF_ROWS = [
+    "off_policy_mask_threshold",
+    "virtual tokens",
+    "go back through the model twice",
+    "one advantage per sequence",
+    "ISOPO cannot train",
+    "is compiled",
+    "split over",
+    "liger_kernel_config",
+]
+OF_USE = [
+    "must be an `ISOPOConfig`",
+    "leaves out every reward",
+    "other token weights",
+    "no trainable parameter",
+    "attached to this model already",
+]
+
+
+def test_every_refusal_of_a_model_is_in_the_table():
+    for name in ("trainer.py", "layers/plan.py", "liger.py"):
+        for node in ast.walk(ast.parse((SOURCE / name).read_text())):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            if getattr(node.exc.func, "id", "") not in ("ValueError", "TypeError"):
+                continue
+            strings = (part.value for part in ast.walk(node.exc) if isinstance(part, ast.Constant))
+            message = "".join(part for part in strings if isinstance(part, str))
+            if len(message) > 10 and not any(words in message for words in (*OF_ROWS, *OF_USE)):
+                pytest.fail(f"{name}, line {node.lineno}: add a row to docs/from_grpo.md for {message!r}")
