@@ -320,21 +320,15 @@ def configuration(**settings):
 
 def test_every_setting_of_grpo_is_in_the_table():
     assert OWN == STATUS.keys()
-    assert set(STATUS.values()) == {"kept", "no effect", "refused", "in part"}
+    assert set(STATUS.values()) == {"kept", "in part"}
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status in ("kept", "no effect")])
+@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status == "kept"])
 def test_setting_is_taken_as_the_table_says(name):
     value = other_value(name)
     assert value != ISOPOConfig.__dataclass_fields__[name].default
     assert getattr(configuration(**{**BESIDE.get(name, {}), name: value}), name) == value
-
-
-@pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status == "refused"])
-def test_setting_is_refused_as_the_table_says(name):
-    with pytest.raises(ValueError, match=name):
-        configuration(**{name: other_value(name)})
 
 
 # What is accepted, and what is refused with which message
