@@ -234,6 +234,14 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), link
 
 
+def test_every_file_is_on_the_map():
+    page = text_of("inside.md")
+    for folder in ("isopo_trl", "isopo_trl/layers", "examples"):
+        files = [path.name for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
+        rooms = [f"{path.parent.name}/" for path in (ROOT / folder).glob("*/__init__.py")]
+        assert [name for name in [*files, *rooms] if name not in page] == [], f"of {folder}"
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\nnot_in_nav:")[0]
     assert [page.name for page in DOCS if f": {page.name}\n" not in navigation + "\n"] == []
