@@ -67,6 +67,7 @@ class ISOPOConfig(GRPOConfig):
             - `"interacting"`: `c = (K + c0 I)^-1 A` with the layer's neural tangent kernel `K` and `c0 = lambda E[mean
               eigenvalue of K]`.
             - `"none"`: `f = 1`, plain REINFORCE.
+            - The name of a rule that was added with `isopo_trl.rules.register_rule`.
         fisher_power (`float`, *optional*):
             Exponent p of the Fisher norm. If `None`, the rule's.
         norm_power (`float`, *optional*):

@@ -54,7 +54,8 @@ class ISOPO:
     Args:
         model (`nn.Module`):
             Model to train, before it is wrapped for distributed training. Parameters that do not require a gradient
-            are left alone; every other must belong to a supported layer.
+            are left alone. Where the gradient of another cannot be had per sequence (a batch norm), it is refused by
+            name.
         rule (`str` or [`Rule`], *optional*, defaults to `"fisher"`):
             A registered rule's name, or a rule.
         settings:

@@ -40,9 +40,9 @@ class ISOPOTrainer(GRPOTrainer):
 
     With respect to [`~trl.GRPOTrainer`], the backward pass rescales each sequence's log-probability gradient, layer by
     layer, before it meets the advantage (see [`ISOPOConfig`]), and no pass over the data is made for an old policy's
-    log-probabilities: where `token_weights` or the loss need the behaviour policy's, they are the sampler's own, if it
-    gives them.
-    Everything else (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
+    log-probabilities: where `token_weights` or the loss needs the behaviour policy's, they are the sampler's own, if
+    it gives them. Nothing is clipped unless `epsilon`, `epsilon_high` or `delta` is given. Everything else
+    (constructor, data sets, rewards, generation, tools, logging, checkpoints) is inherited.
 
     Example:
 

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from peft import PrefixTuningConfig
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 
 import isopo_trl
@@ -55,10 +55,33 @@ def with_a_batch_norm(model):
     model.model.norm = nn.Sequential(model.model.norm, nn.BatchNorm1d(1))
 
 
+def own_gradient(name, value):
+    return core(lambda model: setattr(model.model.embed_tokens, name, value))
+
+
 def other_experts(folder):
     model = tiny.model("qwen3_moe")
     model.config._experts_implementation = "deepgemm"
     ISOPO(model, "fisher")
+
+
+def parallel_experts(folder):
+    model = tiny.model("qwen3_moe")
+    model.model.layers[0].mlp.experts._is_expert_parallel = True
+    ISOPO(model, "fisher")
+
+
+def adapters_of_a_bare_parameter(folder):
+    settings = LoraConfig(r=2, target_modules=[], target_parameters=["gate.weight"])
+    model = get_peft_model(tiny.model("qwen3_moe"), settings)
+    model.add_adapter("second", settings)
+    model.base_model.set_adapter(["default", "second"])
+    ISOPO(model, "fisher")
+
+
+def with_a_split_convolution(model):
+    model.model.norm = nn.Sequential(model.model.norm, nn.Conv1d(1, 1, 1))
+    model.model.norm[1].weight.ds_id = 0  # as DeepSpeed marks what it has split
 
 
 # What a row in words stands for: all of these are refused
@@ -67,7 +90,17 @@ WORDS = {
         trained(peft=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), gradient_checkpointing=True)
     ],
     "a trained batch norm": [core(with_a_batch_norm)],
+    "a trained embedding with `max_norm`, `sparse` or `scale_grad_by_freq`": [
+        own_gradient("max_norm", 1.0),
+        own_gradient("sparse", True),
+        own_gradient("scale_grad_by_freq", True),
+    ],
     "experts of which `experts_implementation` is not one of transformers' three": [other_experts],
+    "experts under expert parallelism": [parallel_experts],
+    "several trained adapters of one bare parameter (`target_parameters`)": [adapters_of_a_bare_parameter],
+    "a module without a kind of its own ([`any module`](inside.md#any-module)) under DeepSpeed ZeRO-3": [
+        core(with_a_split_convolution)
+    ],
     "a model that is compiled": [core(lambda model: model.compile())],
     "a model spread over devices (`device_map`)": [core(lambda model: model.lm_head.to("meta"))],
     "an advantage per token": [per_token],

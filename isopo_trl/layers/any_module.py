@@ -71,7 +71,9 @@ class AnyModuleLayer(Layer):
         if any(p.dim() > 2 and p.shape[0] in counts for p in trainable.values()):
             raise Inseparable(f"{type(module).__name__} is a stack of experts")
         if any(hasattr(p, "ds_id") for p in trainable.values()):
-            raise Inseparable("DeepSpeed ZeRO-3 has parted it, and its module cannot be run again in the backward")
+            raise Inseparable(
+                "under DeepSpeed ZeRO-3 it is not whole when its module is run again in the backward; with FSDP2 it is"
+            )
         return True
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:

@@ -94,12 +94,12 @@ def _forward_around(
     wrapper = factor.wrapper
     base = wrapper.get_base_layer()
     if trained_adapters(wrapper) != [factor.adapter]:
-        raise Unsupported("one of several trained adapters of a bare parameter")
+        raise Unsupported("one of several trained adapters of a bare parameter: one at a time can be trained")
     name = next(name for name, module in model.named_modules() if module is base)
     if is_experts(base):
         return _experts_forward(current, base, name, forwards)
     if wrapper.parameter_name != "weight" or isinstance(base, nn.Linear) or not calls_linear_once(base):
-        raise Unsupported("an adapter of a bare parameter")
+        raise Unsupported("an adapter of a bare parameter that is neither a stack of experts nor a router's")
     if base not in forwards:
         forwards[base] = FunctionalLoRA(current, base, name, wrapper, factor.adapter)
     return forwards[base]
