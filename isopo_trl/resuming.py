@@ -6,7 +6,7 @@ generated, and how far the run had got with it, so that it goes on as if it had 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -52,13 +52,14 @@ def save(trainer: Any, folder: str | os.PathLike) -> None:
     torch.save(batches, os.path.join(folder, file_name(trainer.accelerator.process_index)))
 
 
-def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None) -> bool:
+def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None, needed: Sequence[str] = ()) -> bool:
     """
     Put the trainer where the run was when it was saved, and warn where that cannot be. Called on every rank.
 
     Args:
         folder (`Path`): the checkpoint.
         saved (`dict`, *optional*): its [`position`]; early checkpoints have none.
+        needed (`Sequence[str]`): what the loss will look for in a batch that its settings have put there.
 
     Returns whether the generation was restored.
     """
@@ -79,11 +80,14 @@ def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None) -> bool:
         return False
     device = trainer.accelerator.device
     batches = _read(folder / file_name(trainer.accelerator.process_index))
+    lacking = batches is not None and any(name not in batch for batch in batches for name in needed)
     # All ranks or none: generating is done together
-    found = torch.tensor([batches is not None], dtype=torch.int32, device=device)
+    found = torch.tensor([batches is not None and not lacking], dtype=torch.int32, device=device)
     restored = bool(inside) and bool(trainer.accelerator.gather(found).min())
     trl_seam.set_progress(trainer, saved["microbatches"], send_to_device(batches, device) if restored else None)
-    if inside and not restored:
+    if inside and lacking:
+        _warn(trainer, "settings have changed since, and the loss now asks for more than was noted of them")
+    elif inside and not restored:
         _warn(trainer, "they are missing from it on one rank at least, or cannot be read")
     return restored
 

@@ -72,6 +72,7 @@ class Terms:
         settings (`list[str]`): the settings, as `name=value`; empty where there are no terms.
         needs_behaviour (`bool`): whether the KL divergence is corrected by the ratio to the policy that drew the
             tokens, and this can be an older one.
+        needs_reference (`bool`): whether there is a KL divergence to the reference model in the loss.
     """
 
     def __init__(self, trainer: Any):
@@ -85,10 +86,11 @@ class Terms:
             "router_aux_loss_coef": trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
         }
         self.settings = [f"{name}={value}" for name, value in coefficients.items() if value]
+        self.needs_reference = bool(coefficients["beta"])
         self._has_bonus = bool(adaptive or coefficients["entropy_coef"])
         every = args.steps_per_generation * args.num_iterations  # microbatches for which a generation serves
         stale = args.gradient_accumulation_steps % every != 0
-        self.needs_behaviour = bool(coefficients["beta"]) and args.use_bias_correction_kl and stale
+        self.needs_behaviour = self.needs_reference and args.use_bias_correction_kl and stale
 
     def __bool__(self) -> bool:
         return bool(self.settings)

@@ -331,7 +331,7 @@ class ISOPOTrainer(GRPOTrainer):
             os.makedirs(folder, exist_ok=True)
             state = {
                 **self.isopo.state_dict(),
-                "weighting": self.weighting.chosen(),
+                "weighting": self._chosen(),
                 "save_only_model": bool(self.args.save_only_model),
                 "position": resuming.position(self),
                 "optimizer_steps": self._optimizer_steps,
@@ -339,11 +339,17 @@ class ISOPOTrainer(GRPOTrainer):
             torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
         super()._save_checkpoint(model, trial)
 
+    def _chosen(self) -> dict[str, Any]:
+        """What is done with tokens, by which a checkpoint knows it again: their weights, and the loss."""
+        return {**ratio_loss.of_loss(self.args), **self.weighting.chosen()}
+
     def _load_state(self, checkpoint: Path) -> None:
         """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""
         state = checkpoints.read(checkpoint)
-        path, own = checkpoint / checkpoints.STATE_FILE, self.weighting.chosen()
+        path, own = checkpoint / checkpoints.STATE_FILE, self._chosen()
         saved = state.get("weighting", own)  # early checkpoints do not have it
+        if saved.get("token_weights") == "none":  # or have nothing in it of clipping, which there was not
+            saved = {**dict.fromkeys(ratio_loss.RANGE), **saved}
         changed = [name for name in own if name in saved and saved[name] != own[name]]
         changes = ", ".join(f"{name}={saved[name]!r} to {own[name]!r}" for name in changed)
         kept = {"token_weights", *self.weighting.kept_on_resume}
@@ -356,7 +362,8 @@ class ISOPOTrainer(GRPOTrainer):
             self.isopo.load_state_dict(state)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        if resuming.restore(self, checkpoint, state.get("position")):
+        needed = ["ref_per_token_logps"] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
+        if resuming.restore(self, checkpoint, state.get("position"), needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
         if changes:
             logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")

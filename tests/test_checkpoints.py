@@ -263,5 +263,8 @@ def test_early_checkpoint_is_taken_without_a_word(folder, caplog):
 
 def test_what_is_saved_is_said_by_the_configuration_alone(saved):
     state = torch.load(saved / "checkpoint-3" / "isopo_state.pt", weights_only=True)
-    assert state["weighting"] == {"token_weights": "none"} and state["save_only_model"] is False
+    loss = {"importance_sampling_level": "token", "loss_type": "dapo"}
+    no_clipping = dict.fromkeys(("epsilon", "epsilon_high", "delta"))
+    assert state["weighting"] == {"token_weights": "none", **no_clipping, **loss}
+    assert state["save_only_model"] is False
     assert (state["regularization_decay"], state["fisher_samples"]) == (0.9, 64)

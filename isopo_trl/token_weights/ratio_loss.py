@@ -51,6 +51,12 @@ def clipping_range(args: "ISOPOConfig") -> tuple[float, float]:
     return low, low if args.epsilon_high is None else args.epsilon_high
 
 
+def of_loss(args: "ISOPOConfig") -> dict[str, Any]:
+    """The settings of the loss by which a checkpoint knows it again, whether it takes the ratio or not."""
+    names = (*RANGE, "importance_sampling_level", "loss_type", *BY_RATIO.get(args.loss_type, ()))
+    return {name: getattr(args, name) for name in names}
+
+
 def signs(advantages: torch.Tensor, loss_type: str) -> torch.Tensor:
     """The advantages `[B]` as the loss gets them, 1 or -1: all that its logic depends on."""
     # No advantage is as good as any, since nothing comes of it but TRL's count of clipped tokens, which for CISPO are
@@ -127,10 +133,6 @@ class RatioLoss(Weighting):
                 "sample at `temperature` alone."
             )
         return found
-
-    def chosen(self) -> dict[str, Any]:
-        names = ("loss_type", *BY_RATIO.get(self.args.loss_type, ()))
-        return {**super().chosen(), **{name: getattr(self.args, name) for name in names}}
 
     def weigh(self, tokens: Tokens) -> Weighted:
         if not takes_ratio(self.args):
