@@ -89,8 +89,18 @@ OWN: dict[str, dict] = {
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"]},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"]},
-    "zamba2": {"num_hidden_layers": 3, "layer_types": ["mamba", "hybrid", "hybrid"], "num_mem_blocks": 1},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "hybrid", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+    },
+    "zamba2": {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "hybrid", "hybrid"],
+        "num_mem_blocks": 1,
+        "hybrid_layer_ids": [1, 2],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -110,7 +120,7 @@ def shrunk(config_class, own=None):
     values = {name: value for name, value in VALUES.items() if name in fields}
     for name in fields:
         if "dropout" in name or name.endswith(("pdrop", "layerdrop", "jitter_noise")):
-            values[name] = type(getattr(default, name, 0.0) or 0.0)(0)
+            values[name] = 0 if type(getattr(default, name, None)) is int else 0.0
     if "qk_nope_head_dim" in values:  # latent attention: a key per head
         latent = {"head_dim": values.get("qk_rope_head_dim"), "num_key_value_heads": 4, "qk_head_dim": 12}
         values |= {name: value for name, value in latent.items() if name in fields}
@@ -241,6 +251,8 @@ def _at(x, t, positions):
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         return x
     axes = [axis for axis, size in enumerate(x.shape) if size == positions]
+    if not axes:  # the same for all positions; what is not is noticed by the sum over them
+        return x
     if len(axes) != 1:
         raise NotImplementedError(f"positions in shape {list(x.shape)}")
     return x.narrow(axes[0], t, 1)
@@ -268,6 +280,8 @@ def fisher(model, batch, single, isopo):
     for layer in isopo.layers:
         if layer.kind == "any module":
             parameters = [holder.get_parameter(name) for holder, name in layer.places]
+            if any(_shared(model, p) for p in parameters):
+                raise NotImplementedError(f"{layer.name} shares a parameter, and autograd gives the sum of its uses")
             V = gradients_of(parameters)
             add(parameters, oracle.coefficients(V, V, batch.advantages, "fisher") @ V)
             done |= set(parameters)
