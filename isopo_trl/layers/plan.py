@@ -148,6 +148,8 @@ def _beside_the_text(model: nn.Module, head: nn.Module | None) -> dict[nn.Module
     """
     whole: Any = getattr(model, "get_base_model", lambda: model)()
     decoder: Any = getattr(whole, "get_decoder", lambda: None)()
+    if decoder is head:  # which some families call their `decoder`; the text's modules are not beside it
+        decoder = None
     around = next((m for m in model.modules() if any(child is decoder for child in m.children())), None)
     found: dict[nn.Module, nn.Module] = {}
     if decoder is not None and decoder is not whole and around is not None:
