@@ -1,5 +1,6 @@
 """Settings that are tested one by one elsewhere, together: what goes wrong only in combination."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -9,7 +10,10 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
+from isopo_trl.layers.experts import is_experts
 from tests import mixtures, oracle, tiny, training
+from tests import test_peft as peft
+from tests.layers import test_any_module as any_module
 from tests.layers import test_experts as experts
 from tests.test_oracle import TOLERANCE, build, trainer_for
 from tests.token_weights import test_ratio_loss as ratio_loss
@@ -223,15 +227,20 @@ def mixed():
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in every]
 
 
-def plain_gradients(model, batch, of_outputs):
-    """Gradients, by name, of a scalar made of log-probabilities, entropies `[B, C]` and the load-balancing loss."""
+def outputs(model, batch):
+    """Log-probabilities and entropies `[B, C]`, and the load-balancing loss where there is one."""
     C = batch.completion_ids.shape[1]
-    extra = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
-    output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
+    extra = {"output_router_logits": True} if any(map(is_experts, model.modules())) else {}
+    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
     p = output.logits[:, :-1][:, -C:].log_softmax(-1)
-    logps, entropies = p.gather(-1, batch.completion_ids[..., None]).squeeze(-1), -(p.exp() * p).sum(-1)
+    logps = p.gather(-1, batch.completion_ids[..., None]).squeeze(-1)
+    return logps, -(p.exp() * p).sum(-1), getattr(output, "aux_loss", None)
+
+
+def plain_gradients(model, batch, term):
+    """Gradients, by name, of a scalar made of the [`outputs`]."""
     model.zero_grad()
-    of_outputs(logps, entropies, getattr(output, "aux_loss", None)).backward()
+    term(*outputs(model, batch)).backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return gradients
@@ -251,9 +260,7 @@ def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, l
     n, weights = oracle.token_weights(batch), oracle.token_weights(batch)
     pull = 0.0
     with torch.no_grad():
-        C = batch.completion_ids.shape[1]
-        logits = plain(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits[:, :-1][:, -C:]
-        logps = logits.log_softmax(-1).gather(-1, batch.completion_ids[..., None]).squeeze(-1)
+        logps = outputs(plain, batch)[0]
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     batch.extra["sampling_per_token_logps"] = logps - 0.5 * noise
     if settings.get("token_weights") == "p3o":
@@ -282,3 +289,71 @@ def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, l
     policy = mixtures.expected_gradients(plain, G, batch, None)
     error, where = mixtures.worst_error(model, {name: policy[name] + unscaled[name] for name in policy})
     assert error < TOLERANCE, f"{where}: {error}"
+
+
+# Gradients per sequence
+
+
+def per_sequence():
+    """A Mamba mixer and adapters of every kind, with terms and with P3O's pull; most are slow."""
+    quick = [("mamba2", "terms", False), ("DoRA", "p3o", True), ("prompt tuning", "terms", False)]
+    every = itertools.product(("mamba2", "jamba", *peft.METHODS), ("terms", "p3o"), (False, True))
+    # TRL refuses it; no checkpointing; PEFT allows no second adapter as a reference, or makes it from the base model
+    left_out = {("LoRA on the LM head", "terms"), ("LoRA on the LM head", "p3o"), ("prefix tuning", True)}
+    left_out |= {(m, "terms") for m in ("AdaLoRA", "LoRA with biases (`bias`, `lora_bias`)", "PiSSA", "OLoRA")}
+    cases = [case for case in every if not {case[:2], case[::2]} & left_out]
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(("kind", "name", "checkpointing"), per_sequence())
+def test_gradients_per_sequence_have_terms_as_they_are_over_two_microbatches(kind, name, checkpointing, tmp_path):
+    def made():
+        return any_module.build_model(kind) if kind in any_module.FAMILIES else peft.adapted(kind).double()
+
+    plain, results = made(), []
+    batches = [with_reference(oracle.random_batch([3, 1, 4], [5, 6, 1], 100, seed=seed), plain) for seed in (0, 1)]
+    noise = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    for batch, z in zip(batches, noise, strict=True):
+        with torch.no_grad():
+            batch.extra["sampling_per_token_logps"] = outputs(plain, batch)[0] - 0.5 * z
+    for added in (False, True):
+        model = made()
+        settings = BESIDE[name] if added or name == "p3o" else {}
+        if "beta" in settings and kind in any_module.FAMILIES:
+            model.save_pretrained(tmp_path / "model")
+            tiny.tokenizer().save_pretrained(tmp_path / "model")
+            model.config._name_or_path = str(tmp_path / "model")
+        settings = {**settings, "loss_type": "grpo", "gradient_accumulation_steps": 2}
+        trainer = trainer_for(model, tmp_path, fisher_samples=ALL, gradient_checkpointing=checkpointing, **settings)
+        trainer.current_gradient_accumulation_steps = 2
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        if name == "p3o" and not added:
+            weigh = trainer.weighting.weigh
+            trainer.weighting.weigh = lambda tokens, weigh=weigh: dataclasses.replace(weigh(tokens), unscaled=None)
+        for batch in batches:
+            backward(trainer, batch)
+        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    def terms(logps, entropies, _, batch, z, ess):
+        n, mask = oracle.token_weights(batch, "grpo", accumulation=2), batch.completion_mask
+        if name == "p3o":
+            return ((1 - ess) * n * z * z.exp() * logps).sum()
+        gap = batch.extra["ref_per_token_logps"] - logps
+        kl = (gap.exp() - gap - 1) * (logps - logps.detach()).exp()
+        bonus = (entropies * mask).sum() / mask.sum()
+        return TERMS["beta"] * (n * kl).sum() - TERMS["entropy_coef"] * bonus / 2
+
+    expected, seen = [], []
+    for batch, z in zip(batches, 0.5 * noise, strict=True):
+        seen.append(z.exp()[batch.completion_mask.bool()])
+        r = torch.cat(seen)  # the step's tokens so far
+        ess = r.sum() ** 2 / (len(r) * r.square().sum())
+        expected.append(plain_gradients(plain, batch, functools.partial(terms, batch=batch, z=z, ess=ess)))
+    without, with_terms = results
+    for n, gradient in with_terms.items():
+        difference, right = gradient - without[n], expected[0][n] + expected[1][n]
+        assert (difference - right).norm() <= TOLERANCE * (right.norm() + gradient.norm()), n
+    assert with_terms.keys() == without.keys() == {n for n, p in plain.named_parameters() if p.requires_grad}
