@@ -10,7 +10,12 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
+from isopo_trl.geometry import guarded
+from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.layers.experts import is_experts
+from isopo_trl.rules.ledger import expectations_of
+from isopo_trl.rules.registry import make_rule
+from isopo_trl.rules.stacked import stacked_coefficients
 from tests import mixtures, oracle, tiny, training
 from tests import test_peft as peft
 from tests.layers import test_any_module as any_module
@@ -368,3 +373,34 @@ def test_kl_in_the_reward_knows_the_reference_of_virtual_tokens(copied, tmp_path
     trainer = training.build(tmp_path, gradient_checkpointing=False, beta=0.1, kl_in_reward=True, **given)
     (first, second) = training.train(trainer, still=(".ref.",))
     assert (abs(first["kl"]) < 1e-5) == copied and second["kl"] != 0
+
+
+# Rounding noise at experts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("known", [True, False], ids=["history", "first step"])
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting"])
+def test_noise_and_what_is_not_finite_count_at_an_expert_as_at_a_layer_of_its_own(rule, known, dtype):
+    """Sequences on both sides of the threshold; one expert with a gradient that is not finite, one with a sequence."""
+    # Where nothing regularises a norm, what is noise has a coefficient of 0
+    rule = make_rule(rule) if rule == "interacting" else make_rule(rule, regularization=0.0)
+    generator = torch.Generator().manual_seed(0)
+    V, G = (torch.randn(6, m, 7, generator=generator, dtype=dtype) for m in (4, 5))
+    level = guarded.noise_level(dtype)
+    for expert, size in enumerate((0.2 * level, 5 * level, 0.0)):
+        V[expert, 1] *= size
+    V[3, 2], V[4, 1:], V[5] = torch.nan, 0, 0.2 * level * V[5]  # of the last all is noise beside the past
+    advantages = torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)
+    history = torch.rand(6, 6, generator=generator, dtype=dtype) + 0.5
+    ntk, needs = V @ V.mT, rule.needs
+    fields = {"overlap": G @ V.mT, "sample_norm": G.square().sum(2)} if needs.overlap else {}
+    fields |= {"norm": ntk.diagonal(dim1=1, dim2=2)} if needs.norm else {}
+    fields |= {"ntk": ntk} if needs.ntk else {}
+    together = stacked_coefficients(rule, Statistics(**fields), advantages, history, [known] * 6, 0.5)
+    for e in range(6):
+        past = expectations_of(history[e]) if known else None
+        alone = rule.coefficients(Statistics(**{n: x[e] for n, x in fields.items()}), advantages, past, 0.5)
+        torch.testing.assert_close(together.c[e], alone.c, rtol=1e-5, atol=0, equal_nan=True)
+        assert torch.equal(together.c[e] == 0, alone.c == 0)  # what counts as noise is the same, bit for bit
+    assert together.c[0, 1] == together.c[2, 1] == 0 and together.c[1, 1] != 0
