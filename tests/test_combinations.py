@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 from trl import GRPOTrainer
 
-from isopo_trl import ISOPOTrainer
+from isopo_trl import ISOPO, ISOPOTrainer
 from isopo_trl.geometry import guarded
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.layers.experts import is_experts
@@ -127,7 +127,9 @@ AS_IN_TRL = [
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("truncated", [False, True], ids=["", "truncated"])
+@pytest.mark.parametrize(
+    "truncated", [pytest.param(False, marks=pytest.mark.slow, id=""), pytest.param(True, id="truncated")]
+)
 @pytest.mark.parametrize("settings", AS_IN_TRL, ids=str)
 def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, truncated, tmp_path):
     """`truncated`: as `mask_truncated_completions` leaves a completion, without a token that is scored."""
@@ -404,3 +406,13 @@ def test_noise_and_what_is_not_finite_count_at_an_expert_as_at_a_layer_of_its_ow
         torch.testing.assert_close(together.c[e], alone.c, rtol=1e-5, atol=0, equal_nan=True)
         assert torch.equal(together.c[e] == 0, alone.c == 0)  # what counts as noise is the same, bit for bit
     assert together.c[0, 1] == together.c[2, 1] == 0 and together.c[1, 1] != 0
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_sequences_that_send_an_expert_a_single_token_have_the_gradient_of_the_definition(rule):
+    model, plain = experts.build("qwen3_moe"), experts.build("qwen3_moe")
+    batch = oracle.random_batch([1, 1, 5], [1, 2, 4], 100)
+    experts.backward(model, batch, ISOPO(model, rule, fisher_samples=ALL))
+    G = mixtures.position_gradients(plain, batch, oracle.token_weights(batch))
+    experts.check(model, mixtures.expected_gradients(plain, G, batch, None, rule))
