@@ -122,6 +122,11 @@ class ISOPOTrainer(GRPOTrainer):
                 "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
                 "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
             )
+        if is_peft_model(self.model) and "ref" in self.model.peft_config:
+            # TRL's copy of a trained adapter; PEFT leaves virtual tokens trainable that are not in use
+            for name, p in self.model.named_parameters():
+                if ".ref." in name:
+                    p.requires_grad_(False)
         self.isopo = ISOPO(
             self.model,
             args._rule(),

@@ -493,7 +493,10 @@ def is_reference(trainer: Any, model: Any) -> bool:
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.accelerator.unwrap_model(model) is not policy:
         return False
-    tuner = next(module for module in policy.modules() if isinstance(module, BaseTunerLayer))
+    tuner = next((module for module in policy.modules() if isinstance(module, BaseTunerLayer)), None)
+    if tuner is None:  # virtual tokens, which the base model's own forward leaves out
+        copied = "ref" in policy.peft_config
+        return policy.active_adapter == "ref" if copied else policy.forward == policy.base_model.forward
     return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters
 
 

@@ -1,5 +1,6 @@
 """Settings that are tested one by one elsewhere, together: what goes wrong only in combination."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,8 +9,16 @@ import torch
 from peft import LoraConfig
 from trl import GRPOTrainer
 
-from isopo_trl import ISOPOTrainer
+from isopo_trl import ISOPO, ISOPOTrainer
+from isopo_trl.geometry import guarded
+from isopo_trl.geometry.statistics import Statistics
+from isopo_trl.layers.experts import is_experts
+from isopo_trl.rules.ledger import expectations_of
+from isopo_trl.rules.registry import make_rule
+from isopo_trl.rules.stacked import stacked_coefficients
 from tests import mixtures, oracle, tiny, training
+from tests import test_peft as peft
+from tests.layers import test_any_module as any_module
 from tests.layers import test_experts as experts
 from tests.test_oracle import TOLERANCE, build, trainer_for
 from tests.token_weights import test_ratio_loss as ratio_loss
@@ -118,7 +127,9 @@ AS_IN_TRL = [
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("truncated", [False, True], ids=["", "truncated"])
+@pytest.mark.parametrize(
+    "truncated", [pytest.param(False, marks=pytest.mark.slow, id=""), pytest.param(True, id="truncated")]
+)
 @pytest.mark.parametrize("settings", AS_IN_TRL, ids=str)
 def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, truncated, tmp_path):
     """`truncated`: as `mask_truncated_completions` leaves a completion, without a token that is scored."""
@@ -223,15 +234,20 @@ def mixed():
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in every]
 
 
-def plain_gradients(model, batch, of_outputs):
-    """Gradients, by name, of a scalar made of log-probabilities, entropies `[B, C]` and the load-balancing loss."""
+def outputs(model, batch):
+    """Log-probabilities and entropies `[B, C]`, and the load-balancing loss where there is one."""
     C = batch.completion_ids.shape[1]
-    extra = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
-    output = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
+    extra = {"output_router_logits": True} if any(map(is_experts, model.modules())) else {}
+    output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, **extra)
     p = output.logits[:, :-1][:, -C:].log_softmax(-1)
-    logps, entropies = p.gather(-1, batch.completion_ids[..., None]).squeeze(-1), -(p.exp() * p).sum(-1)
+    logps = p.gather(-1, batch.completion_ids[..., None]).squeeze(-1)
+    return logps, -(p.exp() * p).sum(-1), getattr(output, "aux_loss", None)
+
+
+def plain_gradients(model, batch, term):
+    """Gradients, by name, of a scalar made of the [`outputs`]."""
     model.zero_grad()
-    of_outputs(logps, entropies, getattr(output, "aux_loss", None)).backward()
+    term(*outputs(model, batch)).backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     return gradients
@@ -251,9 +267,7 @@ def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, l
     n, weights = oracle.token_weights(batch), oracle.token_weights(batch)
     pull = 0.0
     with torch.no_grad():
-        C = batch.completion_ids.shape[1]
-        logits = plain(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits[:, :-1][:, -C:]
-        logps = logits.log_softmax(-1).gather(-1, batch.completion_ids[..., None]).squeeze(-1)
+        logps = outputs(plain, batch)[0]
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     batch.extra["sampling_per_token_logps"] = logps - 0.5 * noise
     if settings.get("token_weights") == "p3o":
@@ -282,3 +296,123 @@ def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, l
     policy = mixtures.expected_gradients(plain, G, batch, None)
     error, where = mixtures.worst_error(model, {name: policy[name] + unscaled[name] for name in policy})
     assert error < TOLERANCE, f"{where}: {error}"
+
+
+# Gradients per sequence
+
+
+def per_sequence():
+    """A Mamba mixer and adapters of every kind, with terms and with P3O's pull; most are slow."""
+    quick = [("mamba2", "terms", False), ("DoRA", "p3o", True), ("prompt tuning", "terms", False)]
+    every = itertools.product(("mamba2", "jamba", *peft.METHODS), ("terms", "p3o"), (False, True))
+    # TRL refuses it; no checkpointing; PEFT allows no second adapter as a reference, or makes it from the base model
+    left_out = {("LoRA on the LM head", "terms"), ("LoRA on the LM head", "p3o"), ("prefix tuning", True)}
+    left_out |= {(m, "terms") for m in ("AdaLoRA", "LoRA with biases (`bias`, `lora_bias`)", "PiSSA", "OLoRA")}
+    cases = [case for case in every if not {case[:2], case[::2]} & left_out]
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(("kind", "name", "checkpointing"), per_sequence())
+def test_gradients_per_sequence_have_terms_as_they_are_over_two_microbatches(kind, name, checkpointing, tmp_path):
+    def made():
+        return any_module.build_model(kind) if kind in any_module.FAMILIES else peft.adapted(kind).double()
+
+    plain, results = made(), []
+    batches = [with_reference(oracle.random_batch([3, 1, 4], [5, 6, 1], 100, seed=seed), plain) for seed in (0, 1)]
+    noise = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    for batch, z in zip(batches, noise, strict=True):
+        with torch.no_grad():
+            batch.extra["sampling_per_token_logps"] = outputs(plain, batch)[0] - 0.5 * z
+    for added in (False, True):
+        model = made()
+        settings = BESIDE[name] if added or name == "p3o" else {}
+        if "beta" in settings and kind in any_module.FAMILIES:
+            model.save_pretrained(tmp_path / "model")
+            tiny.tokenizer().save_pretrained(tmp_path / "model")
+            model.config._name_or_path = str(tmp_path / "model")
+        settings = {**settings, "loss_type": "grpo", "gradient_accumulation_steps": 2}
+        if kind == "jamba":  # with a single expert TRL finds no router
+            settings["router_aux_loss_coef"] = 0.0
+        trainer = trainer_for(model, tmp_path, fisher_samples=ALL, gradient_checkpointing=checkpointing, **settings)
+        trainer.current_gradient_accumulation_steps = 2
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        if name == "p3o" and not added:
+            weigh = trainer.weighting.weigh
+            trainer.weighting.weigh = lambda tokens, weigh=weigh: dataclasses.replace(weigh(tokens), unscaled=None)
+        for batch in batches:
+            backward(trainer, batch)
+        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    def terms(logps, entropies, _, batch, z, ess):
+        n, mask = oracle.token_weights(batch, "grpo", accumulation=2), batch.completion_mask
+        if name == "p3o":
+            return ((1 - ess) * n * z * z.exp() * logps).sum()
+        gap = batch.extra["ref_per_token_logps"] - logps
+        kl = (gap.exp() - gap - 1) * (logps - logps.detach()).exp()
+        bonus = (entropies * mask).sum() / mask.sum()
+        return TERMS["beta"] * (n * kl).sum() - TERMS["entropy_coef"] * bonus / 2
+
+    expected, seen = [], []
+    for batch, z in zip(batches, 0.5 * noise, strict=True):
+        seen.append(z.exp()[batch.completion_mask.bool()])
+        r = torch.cat(seen)  # the step's tokens so far
+        ess = r.sum() ** 2 / (len(r) * r.square().sum())
+        expected.append(plain_gradients(plain, batch, functools.partial(terms, batch=batch, z=z, ess=ess)))
+    without, with_terms = results
+    for n, gradient in with_terms.items():
+        difference, right = gradient - without[n], expected[0][n] + expected[1][n]
+        assert (difference - right).norm() <= TOLERANCE * (right.norm() + gradient.norm()), n
+    assert with_terms.keys() == without.keys() == {n for n, p in plain.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["adapter off", "trained before"])
+def test_kl_in_the_reward_knows_the_reference_of_virtual_tokens(copied, tmp_path):
+    options = {"options": {"peft_config": peft.METHODS["prompt tuning"]()}}
+    given = {"model": peft.adapted("prompt tuning").float()} if copied else options
+    trainer = training.build(tmp_path, gradient_checkpointing=False, beta=0.1, kl_in_reward=True, **given)
+    (first, second) = training.train(trainer, still=(".ref.",))
+    assert (abs(first["kl"]) < 1e-5) == copied and second["kl"] != 0
+
+
+# Rounding noise at experts
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("known", [True, False], ids=["history", "first step"])
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting"])
+def test_noise_and_what_is_not_finite_count_at_an_expert_as_at_a_layer_of_its_own(rule, known, dtype):
+    """Sequences on both sides of the threshold; one expert with a gradient that is not finite, one with a sequence."""
+    # Where nothing regularises a norm, what is noise has a coefficient of 0
+    rule = make_rule(rule) if rule == "interacting" else make_rule(rule, regularization=0.0)
+    generator = torch.Generator().manual_seed(0)
+    V, G = (torch.randn(6, m, 7, generator=generator, dtype=dtype) for m in (4, 5))
+    level = guarded.noise_level(dtype)
+    for expert, size in enumerate((0.2 * level, 5 * level, 0.0)):
+        V[expert, 1] *= size
+    V[3, 2], V[4, 1:], V[5] = torch.nan, 0, 0.2 * level * V[5]  # of the last all is noise beside the past
+    advantages = torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)
+    history = torch.rand(6, 6, generator=generator, dtype=dtype) + 0.5
+    ntk, needs = V @ V.mT, rule.needs
+    fields = {"overlap": G @ V.mT, "sample_norm": G.square().sum(2)} if needs.overlap else {}
+    fields |= {"norm": ntk.diagonal(dim1=1, dim2=2)} if needs.norm else {}
+    fields |= {"ntk": ntk} if needs.ntk else {}
+    together = stacked_coefficients(rule, Statistics(**fields), advantages, history, [known] * 6, 0.5)
+    for e in range(6):
+        past = expectations_of(history[e]) if known else None
+        alone = rule.coefficients(Statistics(**{n: x[e] for n, x in fields.items()}), advantages, past, 0.5)
+        torch.testing.assert_close(together.c[e], alone.c, rtol=1e-5, atol=0, equal_nan=True)
+        assert torch.equal(together.c[e] == 0, alone.c == 0)  # what counts as noise is the same, bit for bit
+    assert together.c[0, 1] == together.c[2, 1] == 0 and together.c[1, 1] != 0
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_sequences_that_send_an_expert_a_single_token_have_the_gradient_of_the_definition(rule):
+    model, plain = experts.build("qwen3_moe"), experts.build("qwen3_moe")
+    batch = oracle.random_batch([1, 1, 5], [1, 2, 4], 100)
+    experts.backward(model, batch, ISOPO(model, rule, fisher_samples=ALL))
+    G = mixtures.position_gradients(plain, batch, oracle.token_weights(batch))
+    experts.check(model, mixtures.expected_gradients(plain, G, batch, None, rule))
