@@ -367,7 +367,7 @@ class ISOPOTrainer(GRPOTrainer):
             self.isopo.load_state_dict(state)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        needed = ["ref_per_token_logps"] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
+        needed = [trl_seam.REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
         if resuming.restore(self, checkpoint, state.get("position"), needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
         if changes:

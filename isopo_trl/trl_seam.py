@@ -203,6 +203,9 @@ def intercepted(trainer: Any, name: str, stand_in: Callable[..., Any]) -> Iterat
 # The batch
 
 
+REFERENCE_LOGPS = "ref_per_token_logps"  # a batch's key of those under the reference model, `[B, C]`
+
+
 class Batch(dict):
     """
     A copy of the batch that TRL's loss reads: `B` prompts padded on the left, and completions padded on the right to
@@ -282,7 +285,7 @@ require(
         *("_get_per_token_logps_and_entropies", "beta", "use_vllm", "vllm_importance_sampling_correction"),
         *("_entropy_bonus_enabled", "aux_loss_enabled", "entropy_coef", "use_adaptive_entropy", "policy_loss"),
         *("advantages", "prompt_mask", "completion_mask", "tool_mask"),
-        *("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps"),
+        *("importance_sampling_ratio", "old_per_token_logps", "sampling_per_token_logps", REFERENCE_LOGPS),
     ),
 )
 require(
