@@ -17,19 +17,23 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# hidden, intermediate, layers, heads, key-value heads, vocabulary: Qwen3's shapes
+# hidden, intermediate, layers, heads, key-value heads, vocabulary: Qwen3's shapes; of mixtures, the intermediate size is
+# that of an expert
 SHAPES = {
     "tiny": (256, 768, 4, 4, 2, 4096),
+    "tiny-moe": (256, 128, 2, 4, 2, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 151936),
     "8b-6layers": (4096, 12288, 6, 32, 8, 151936),
+    "30b-a3b-6layers": (2048, 768, 6, 32, 4, 151936),
 }
+MIXTURES = ("tiny-moe", "30b-a3b-6layers")
 RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
 TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
 WARM_UP = 3
@@ -45,6 +49,8 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=64, help="fisher_samples of ISOPO")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 for full weights")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--experts", type=int, default=128, help="of a mixture; 8 of them for each position")
+    parser.add_argument("--aux", action="store_true", help="with the load-balancing loss of a mixture, TRL's default")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -71,10 +77,13 @@ def variant_names(case: argparse.Namespace) -> list[str]:
 
 
 @functools.cache
-def base_model(shape: str, dtype: str) -> torch.nn.Module:
+def base_model(shape: str, dtype: str, experts: int = 128) -> torch.nn.Module:
     """A randomly initialised model; trainers get copies."""
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
-    config = Qwen3Config(
+    mixture = shape in MIXTURES
+    of_mixture = {"moe_intermediate_size": intermediate, "num_experts": experts, "num_experts_per_tok": 8}
+    config = (Qwen3MoeConfig if mixture else Qwen3Config)(
+        **(of_mixture if mixture else {}),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -89,7 +98,10 @@ def base_model(shape: str, dtype: str) -> torch.nn.Module:
     )
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if mixture:  # the fastest of transformers' own
+        model.set_experts_implementation("grouped_mm")
+    return model
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -132,6 +144,8 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
         if rule != "interacting":
             settings["regularization"] = 0  # as in the figures before the default was another
+    if case.shape in MIXTURES and not case.aux:
+        settings["router_aux_loss_coef"] = 0.0
     args = config(
         output_dir="outputs/benchmarks",
         gradient_checkpointing=case.checkpointing,
@@ -141,7 +155,7 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
         **settings,
     )
     return kind(
-        copy.deepcopy(base_model(case.shape, case.dtype)),
+        copy.deepcopy(base_model(case.shape, case.dtype, case.experts)),
         reward,
         args,
         Dataset.from_dict({"prompt": ["a"] * prompts}),

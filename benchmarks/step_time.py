@@ -22,6 +22,7 @@ import json
 from setting import (
     DEVICE,
     HEADER,
+    MIXTURES,
     Variant,
     add_case_options,
     add_variant_options,
@@ -82,8 +83,11 @@ def parse() -> tuple[argparse.Namespace, list[argparse.Namespace]]:
 
 def title(case: argparse.Namespace) -> str:
     weights = f"LoRA {case.lora}" if case.lora else "full weights"
+    shape = case.shape
+    if shape in MIXTURES:
+        shape += f", {case.experts} experts" + ", load balancing" * case.aux
     checkpointing = ", checkpointing" if case.checkpointing else ""
-    return f"{case.shape}, {case.sequences} x {case.length}, {weights}, {case.dtype}{checkpointing}"
+    return f"{shape}, {case.sequences} x {case.length}, {weights}, {case.dtype}{checkpointing}"
 
 
 def run(case: argparse.Namespace, repeats: int, with_profile: bool) -> dict[str, dict]:
