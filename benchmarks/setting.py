@@ -24,8 +24,7 @@ from isopo_trl import ISOPOConfig, ISOPOTrainer
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# hidden, intermediate, layers, heads, key-value heads, vocabulary: Qwen3's shapes; of mixtures, the intermediate size is
-# that of an expert
+# hidden, intermediate (of an expert, in a mixture), layers, heads, key-value heads, vocabulary: Qwen3's shapes
 SHAPES = {
     "tiny": (256, 768, 4, 4, 2, 4096),
     "tiny-moe": (256, 128, 2, 4, 2, 4096),

@@ -97,7 +97,12 @@ class Microbatch:
 
     def kernel_ledger(self, index: int) -> KernelLedger:
         """Where a kernel enters the coefficients of layer `index`, to which the backward pass has come."""
-        self._visit(index)
+        return self.stack_ledger(range(index, index + 1))
+
+    def stack_ledger(self, indices: range) -> KernelLedger:
+        """Where a kernel enters the coefficients of the layers of a stack."""
+        for index in indices:
+            self._visit(index)
         if self._kernel_ledger is None:
             self._kernel_ledger = KernelLedger(self.ledger)
         return self._kernel_ledger

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 KERNELS = [
     "tests/kernels/test_coefficients.py",
     "tests/kernels/test_elementwise.py",
+    "tests/kernels/test_experts.py",
     "tests/kernels/test_launch.py",
     "tests/kernels/test_linear.py",
     "tests/kernels/test_rms_norm.py",

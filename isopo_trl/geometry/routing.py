@@ -13,7 +13,7 @@ experts.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -45,6 +45,7 @@ class Routing:
     sequences: int
     keys: torch.Tensor
     order: torch.Tensor
+    _sample_rows: tuple[torch.Tensor, torch.Tensor] | None = field(init=False, default=None, compare=False)
 
     @classmethod
     def of(cls, choices: torch.Tensor, experts: int, sequences: Sequences) -> "Routing":
@@ -149,6 +150,19 @@ class Routing:
         """Each row multiplied by `c` `[E, m]` of its expert and sequence; zero for rows of no sequence."""
         c = torch.nn.functional.pad(c, (0, 1)).reshape(-1)
         return x * c[self.keys].unsqueeze(1)
+
+    def sample_rows(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        The rows of sampled positions, `[n k]`, ascending, so that those of an expert follow one another, and where
+        each expert's begin, `[E + 1]`. Absent samples are behind the last one.
+        """
+        if self._sample_rows is None:
+            rows = self.places.view(-1, self.choices.shape[1]).index_select(0, samples.rows)
+            rows = rows.masked_fill(samples.absent.unsqueeze(1), len(self.keys)).reshape(-1).sort().values
+            # For all layers of the module: its samples are the microbatch's
+            object.__setattr__(self, "_sample_rows", (rows, torch.searchsorted(rows, self.expert_bounds)))
+        assert self._sample_rows is not None
+        return self._sample_rows
 
     def sampled(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor, int]:
         """

@@ -7,6 +7,7 @@ small operations per layer. Here a layer takes two launches beside its own produ
 - `launch`: which tensors the kernels can take, and how a kernel is started.
 - `coefficients`: statistics to coefficients, inside a kernel; the layout of what kernels read and write.
 - `linear`: overlaps of a linear layer, and the scaling of its rows.
+- `experts`: all that a mixture's stack of matrices needs, for all of its experts at once.
 - `v`: norms and neural tangent kernel of explicit gradients, and their sum.
 - `elementwise`, `rms_norm`: parameters that act feature by feature, and the norm itself.
 """

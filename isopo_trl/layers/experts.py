@@ -11,6 +11,7 @@ stack; the stack with its update added is never formed.
 What is a row, and which positions are samples at an expert, is said in [`~geometry.routing`].
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import nn
 
 from ..geometry.routing import Routing, routed_statistics
 from ..geometry.sequences import Sequences
+from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
 from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward, once
@@ -278,12 +280,18 @@ def _gradients(
     """`sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`."""
     # With only the biases trained, the input that is always 1 is all there is
     inputs = a if weight else a.new_zeros(len(a), 1)
-    statistics = routed_statistics(g, inputs, bias, routing, microbatch.samples, microbatch.rule.needs)
-    c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
-    if bias or g.shape[1] <= a.shape[1]:
-        g = routing.scaled(g, c)
+    if g.dtype == a.dtype and microbatch.kernels_take(g):
+        ledger = microbatch.stack_ledger(stack.indices)
+        kernels.expert_coefficients(g, inputs, bias, routing, microbatch.samples, ledger, stack.index)
+        scaled = functools.partial(kernels.scaled, routing=routing, ledger=ledger, index=stack.index)
     else:
-        a = routing.scaled(a, c)  # the same product, with fewer elements to scale
+        statistics = routed_statistics(g, inputs, bias, routing, microbatch.samples, microbatch.rule.needs)
+        c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
+        scaled = functools.partial(routing.scaled, c=c)
+    if bias or g.shape[1] <= a.shape[1]:
+        g = scaled(g)
+    else:
+        a = scaled(a)  # the same product, with fewer elements to scale
     return routing.outer(g, a).to(dtype) if weight else None, routing.expert_sums(g).to(dtype) if bias else None
 
 

@@ -7,8 +7,9 @@ import types
 import pytest
 import torch
 
+from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import Samples, Sequences
-from isopo_trl.kernels import elementwise, linear, rms_norm, v
+from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
 from isopo_trl.kernels.coefficients import KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.rules import make_rule
@@ -23,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm)
+MODULES = (linear, v, elementwise, rms_norm, experts)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -69,7 +70,8 @@ def compiled(capability, monkeypatch):
     memory = types.SimpleNamespace(shared_memory_per_block_optin=MEMORY[capability])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     pipeline = linear._pipeline
-    monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
+    for module in (linear, experts):
+        monkeypatch.setattr(module, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
     forget_plans()
 
     def launch(kernel, plan, tensors, numbers):
@@ -190,10 +192,33 @@ def test_rms_norm_compiles_and_fits(compiled, dtype):
     assert set(compiled) == {"_forward_kernel", "_backward_kernel", "_elementwise_kernel"}
 
 
+@pytest.mark.parametrize(
+    ("capability", "rule", "dtype"),
+    [
+        pytest.param(*case, marks=[] if case == (90, "fisher", torch.bfloat16) else pytest.mark.slow, id=f"{case}")
+        for case in itertools.product(MEMORY, RULES, (torch.bfloat16, torch.float32))
+    ],
+)
+def test_kernels_of_experts_compile_and_fit(compiled, rule, dtype):
+    rule = RULES[rule]
+    m, T, E, k, p, d, n = 8, 1024, 128, 8, 1536, 2048, 64
+    _, samples, ledger = microbatch(rule, m, T, n)
+    integers = dict.fromkeys(("choices", "keys", "order"), tensor(m * T * k, dtype=torch.int64))
+    routing = Routing(experts=E, sequences=m, **{**integers, "choices": tensor(m * T, k, dtype=torch.int64)})
+    g, a = tensor(m * T * k, p, dtype=dtype), tensor(m * T * k, d, dtype=dtype)
+    expected = {"_expert_coefficients_kernel", "_expert_scale_kernel"}
+    expected |= {"_expert_overlap_kernel"} if rule.needs.overlap else set()
+    expected |= {"_expert_products_kernel"} if rule.needs.norm or rule.needs.ntk else set()
+    experts.expert_coefficients(g, a, True, routing, samples, ledger, 0)
+    experts.scaled(g, routing, ledger, 0)
+    assert set(compiled) == expected
+
+
 def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel"}
+    tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried
 

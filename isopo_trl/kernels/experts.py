@@ -1,0 +1,343 @@
+"""
+Kernels of a mixture's experts: statistics of each expert's rows, its coefficients, and the scaling of rows.
+
+Rows are sorted by expert and sequence ([`~geometry.routing`]), so that those of a sequence at an expert stand in one
+piece, whose length only the device knows: programs read it there, and the host never waits. The number of launches
+depends neither on that nor on the number of experts.
+"""
+
+# `tl.constexpr` in signatures exists only with Triton
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from transformers.utils import is_triton_available
+
+from ..geometry.routing import Routing
+from ..geometry.sequences import Samples
+from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, KernelLedger, _interacting, _non_interacting, tiles
+from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
+from .linear import _by_row, _pipeline, _row_products
+
+
+if is_triton_available():
+    import triton.language as tl
+
+# Rows that a program multiplies at once, with samples or with other rows
+_ROWS = 64
+_SAMPLES = 16
+# Programs that share the rows of a sequence at an expert, at most
+_PARTS = 16
+
+
+@jit(do_not_specialize=["m", "count"])
+def _expert_overlap_kernel(
+    g,
+    a,
+    bounds,
+    samples,
+    sample_bounds,
+    norms,
+    m,
+    count,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    STRIDE_G: tl.constexpr,
+    STRIDE_A: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    part = tl.program_id(0)
+    s = tl.program_id(1)
+    e = tl.program_id(2)
+    parts = tl.num_programs(0)
+    first = tl.load(bounds + e * (m + 1) + s)
+    end = tl.load(bounds + e * (m + 1) + s + 1)
+    last_sample = tl.load(sample_bounds + e + 1)
+    overlaps = norms + count + (s * parts + part) * count
+    for start in range(tl.load(sample_bounds + e), last_sample, BN):
+        j = start + tl.arange(0, BN)
+        sample = tl.load(samples + j, mask=j < last_sample, other=-1)
+        have = sample >= 0
+        total = tl.zeros((BN,), ACC)
+        for begin in range(first + part * BT, end, parts * BT):
+            row = begin + tl.arange(0, BT)
+            real = row < end
+            left = _row_products(g, STRIDE_G, row, real, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION)
+            right = _row_products(a, STRIDE_A, row, real, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION)
+            if BIAS:
+                right += 1.0
+            products = left * right
+            total += tl.sum(products, 0)
+            # A sample's own norm is its product with itself, in the one program that has it among its rows
+            own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
+            here = (sample >= begin) & (sample < tl.minimum(begin + BT, end))
+            tl.store(norms + j, own, mask=here)
+        tl.store(overlaps + j, total, mask=have)
+
+
+@jit(do_not_specialize=["m"])
+def _expert_products_kernel(
+    g,
+    a,
+    bounds,
+    sums,
+    m,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    STRIDE_G: tl.constexpr,
+    STRIDE_A: tl.constexpr,
+    BIAS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BT: tl.constexpr,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """`<V_es, V_es'>`: of every pair of sequences, or (not `PAIRS`) `|V_es|^2` in as many parts as programs share."""
+    s = tl.program_id(1)
+    e = tl.program_id(2)
+    first = tl.load(bounds + e * (m + 1) + s)
+    end = tl.load(bounds + e * (m + 1) + s + 1)
+    if PAIRS:
+        other = tl.program_id(0)
+        begin = first
+        step = BT
+        end = tl.where(other < s, first, end)  # the program of the mirrored pair does it
+    else:
+        other = s
+        begin = first + tl.program_id(0) * BT
+        step = tl.num_programs(0) * BT
+    first_other = tl.load(bounds + e * (m + 1) + other)
+    end_other = tl.load(bounds + e * (m + 1) + other + 1)
+    total = tl.zeros((BT,), ACC)
+    for i in range(begin, end, step):
+        row = i + tl.arange(0, BT)
+        real = row < end
+        # Of a sequence with itself each pair of blocks once
+        for j in range(tl.where(other == s, i, first_other), end_other, BT):
+            column = j + tl.arange(0, BT)
+            have = column < end_other
+            left = _row_products(g, STRIDE_G, row, real, column, have, tl.zeros((BT, BT), ACC), P, BP, PRECISION)
+            right = _row_products(a, STRIDE_A, row, real, column, have, tl.zeros((BT, BT), ACC), D, BD, PRECISION)
+            if BIAS:
+                right += 1.0
+            total += tl.sum(left * right, 1) * tl.where((other == s) & (j > i), 2.0, 1.0).to(ACC)
+    value = tl.sum(total, 0)
+    if PAIRS:
+        if other >= s:
+            tl.store(sums + (e * m + s) * m + other, value)
+            tl.store(sums + (e * m + other) * m + s, value)
+    else:
+        tl.store(sums + (e * m + s) * tl.num_programs(0) + tl.program_id(0), value)
+
+
+@jit(do_not_specialize=["m", "count", "parts", "index"])
+def _expert_coefficients_kernel(
+    norms,
+    sample_bounds,
+    sums,
+    counter,
+    table,
+    advantages,
+    history,
+    settings,
+    m,
+    count,
+    parts,
+    index,
+    VARIANT: tl.constexpr,
+    ACC: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BB: tl.constexpr,
+    BC: tl.constexpr,
+):
+    e = tl.program_id(0)
+    s = tl.arange(0, BM)
+    if VARIANT & NTK:
+        inside = (s < m)[:, None] & (s < m)[None, :]
+        ntk = tl.load(sums + (e * m + s[:, None]) * m + s[None, :], mask=inside, other=0.0).to(tl.float64)
+        _interacting(ntk, m, index + e, table, advantages, history, settings, BM, VARIANT, ACC)
+    else:
+        fisher_square = tl.zeros((BM,), tl.float64)
+        norm_square = tl.zeros((BM,), tl.float64)
+        informed = True
+        if VARIANT & OVERLAP:
+            weight = tl.zeros((BN,), tl.float64)
+            last_sample = tl.load(sample_bounds + e + 1)
+            for start in range(tl.load(sample_bounds + e), last_sample, BN):
+                j = start + tl.arange(0, BN)
+                overlap = tl.zeros((BM, BN), tl.float64)
+                for begin in range(0, parts, BB):
+                    b = begin + tl.arange(0, BB)
+                    at = count + (s[:, None, None] * parts + b[None, :, None]) * count + j[None, None, :]
+                    inside = (s < m)[:, None, None] & (b < parts)[None, :, None] & (j < last_sample)[None, None, :]
+                    overlap += tl.sum(tl.load(norms + at, mask=inside, other=0.0).to(tl.float64), 1)
+                fisher_square += tl.sum(overlap * overlap, 1)
+                weight += tl.load(norms + j, mask=j < last_sample, other=0.0)
+            total = tl.sum(weight, 0)
+            fisher_square = fisher_square / tl.where(total == 0, 1.0, total)
+            informed = total != 0
+        if VARIANT & NORM:
+            for begin in range(0, parts, BC):
+                b = begin + tl.arange(0, BC)
+                inside = (s < m)[:, None] & (b < parts)[None, :]
+                at = (e * m + s[:, None]) * parts + b[None, :]
+                norm_square += tl.sum(tl.load(sums + at, mask=inside, other=0.0).to(tl.float64), 1)
+        _non_interacting(
+            fisher_square,
+            informed,
+            norm_square,
+            m,
+            index + e,
+            table,
+            advantages,
+            history,
+            settings,
+            BM,
+            VARIANT,
+            ACC,
+        )
+
+
+@jit(do_not_specialize=["m", "S", "index"])
+def _expert_scale_kernel(
+    x,
+    out,
+    keys,
+    table,
+    m,
+    S,
+    index,
+    D: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    real = row < S
+    key = tl.load(keys + row, mask=real, other=0)
+    e = key // (m + 1)
+    s = key % (m + 1)
+    c = tl.load(table + (index + e) * TABLE_ROWS * m + s, mask=real & (s < m), other=0.0)
+    if x.dtype.element_ty != tl.float64:
+        c = c.to(tl.float32)
+    inside = real[:, None] & (d < D)[None, :]
+    values = tl.load(x + row[:, None] * STRIDE + d[None, :], mask=inside, other=0.0)
+    tl.store(out + row[:, None] * D + d[None, :], values * c[:, None], mask=inside)
+
+
+# What follows from shapes is worked out once for each: Python at every layer is what there is to save
+
+
+@lru_cache(maxsize=4096)
+def _overlap_plan(
+    m: int,
+    E: int,
+    parts: int,
+    shape: tuple[int, int, int, int],
+    bias: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    P, D, _, _ = shape
+    width, stages = _pipeline(dtype, device, _ROWS + _SAMPLES)
+    widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
+    constants = (*shape, bias, *types_of(dtype), _ROWS, _SAMPLES, *widths)
+    return Plan((parts, m, E), constants, {"num_warps": 4, "num_stages": stages})
+
+
+@lru_cache(maxsize=4096)
+def _products_plan(
+    m: int,
+    E: int,
+    parts: int,
+    shape: tuple[int, int, int, int],
+    bias: bool,
+    pairs: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    P, D, _, _ = shape
+    width, stages = _pipeline(dtype, device, 2 * _ROWS)
+    widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
+    constants = (*shape, bias, pairs, *types_of(dtype), _ROWS, *widths)
+    return Plan((m if pairs else parts, m, E), constants, {"num_warps": 4, "num_stages": stages})
+
+
+@lru_cache(maxsize=4096)
+def _coefficients_plan(m: int, E: int, parts: int, variant: int, dtype: torch.dtype) -> Plan:
+    BM, BN, BB = tiles(m, _SAMPLES, parts)
+    return Plan((E, 1, 1), (variant, types_of(dtype)[0], BM, BN, BB, power_of_two(parts)))
+
+
+@lru_cache(maxsize=4096)
+def _scale_plan(S: int, D: int, stride: int) -> Plan:
+    BD = min(power_of_two(D), 1024)
+    BT = part_of(2**13, BD, S)
+    return Plan((-(-S // BT), -(-D // BD), 1), (D, stride, BT, BD))
+
+
+def expert_coefficients(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    routing: Routing,
+    samples: Samples | None,
+    ledger: KernelLedger,
+    index: int,
+) -> None:
+    """
+    Coefficients of all experts of a stack, by products between rows; they go to the ledger.
+
+    Args:
+        g (`torch.Tensor`): `[S, p]` cotangents.
+        a (`torch.Tensor`): `[S, d]` inputs.
+        bias (`bool`): whether a trained bias takes part, one more input that is always 1.
+        routing ([`Routing`]): whose the rows are; every row must be some sequence's.
+        samples ([`Samples`], *optional*): sampled positions; needed for the overlap.
+        ledger, index: where the coefficients go; `index` is the first expert's.
+    """
+    needs = ledger.rule.needs
+    if not any(needs):  # the ledger has them already
+        return
+    g, a = _by_row(g), _by_row(a)
+    m, E, bounds = routing.sequences, routing.experts, routing.bounds
+    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
+    # Twice as many as the rows of a sequence take at an expert on average
+    parts = max(1, min(_PARTS, -(-2 * len(g) // (m * E * _ROWS))))
+    norms = sums = bounds
+    sample_bounds, count = bounds, 0
+    if needs.overlap:
+        assert samples is not None
+        rows, sample_bounds = routing.sample_rows(samples)
+        count = len(rows)
+        norms = scratch(g, (m * parts + 1) * count)
+        plan = _overlap_plan(m, E, parts, shape, bias, g.dtype, g.device)
+        launch(_expert_overlap_kernel, plan, (g, a, bounds, rows, sample_bounds, norms), (m, count))
+    if needs.norm or needs.ntk:
+        sums = scratch(g, E * m * (m if needs.ntk else parts))
+        plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
+        launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
+    plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype)
+    tensors = (norms, sample_bounds, sums, *ledger.tensors)
+    launch(_expert_coefficients_kernel, plan, tensors, (m, count, parts, index))
+
+
+def scaled(x: torch.Tensor, routing: Routing, ledger: KernelLedger, index: int) -> torch.Tensor:
+    """Each row of `x` `[S, d]` times the coefficient of its sequence at its expert, the first of which is `index`."""
+    x = _by_row(x)
+    S, D = x.shape
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    tensors = (x, out, routing.keys, ledger.table)
+    launch(_expert_scale_kernel, _scale_plan(S, D, x.stride(0)), tensors, (routing.sequences, S, index))
+    return out

@@ -1,0 +1,148 @@
+"""Statistics, coefficients and scaled rows of a mixture's experts, against the same functions in plain PyTorch."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from isopo_trl.geometry.routing import Routing, routed_statistics
+from isopo_trl.geometry.sequences import Samples, Sequences
+from isopo_trl.kernels import experts
+from isopo_trl.kernels.coefficients import KernelLedger
+from isopo_trl.kernels.launch import INTERPRET
+from isopo_trl.rules import Coefficients, make_rule
+from isopo_trl.rules.running import RunningStatistics
+from isopo_trl.rules.stacked import stacked_coefficients
+from tests.kernels import batches
+from tests.kernels.batches import (
+    DEVICE,
+    DTYPES,
+    EUCLIDEAN,
+    EXACT,
+    FIG4,
+    FISHER,
+    GRADIENT,
+    INTERACTING,
+    STATISTIC,
+    close,
+)
+
+
+pytestmark = batches.of_kernels
+
+FIRST = 2  # layers before the stack's, and as many behind
+# m, T, E, k, p, d, n
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (3, 7, 4, 2, 5, 33, 5),
+    (2, 70, 2, 1, 130, 5, 40),  # several blocks of rows and of samples at an expert
+    (4, 9, 6, 3, 16, 16, 100),  # fewer positions than samples
+    (17, 5, 3, 2, 33, 4, 16),
+]
+
+
+@dataclass
+class Rows:
+    g: torch.Tensor
+    a: torch.Tensor
+    bias: bool
+    routing: Routing
+    samples: Samples
+    advantages: torch.Tensor
+
+
+def rows(m, T, E, k, p, d, n, bias=False, dtype=EXACT):
+    """
+    The rows of a routing that favours some experts and leaves out the last (of several), and of which some samples are
+    absent though their rows have a gradient.
+    """
+    given = batches.batch(m, T, p, d, n, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    liking = torch.rand(m * T, E, generator=generator) + torch.linspace(1, 0, E)
+    if E > k:
+        liking[:, -1] = -1
+    routing = Routing.of(liking.topk(k).indices.to(DEVICE), E, Sequences.regular(m, T))
+    weights = torch.rand(m * T * k, 1, generator=generator).to(DEVICE, dtype)
+    g, a = routing.of_positions(given.g) * weights, routing.of_positions(given.a)
+    return Rows(g, a, bias, routing, given.samples, given.advantages)
+
+
+def ledgers(given, rule, loss_scale=0.5):
+    """Two ledgers of a stack whose first half of experts has a history; the second is for plain PyTorch."""
+    E = given.routing.experts
+    running = RunningStatistics(E + 2 * FIRST, 0.9, rule, DEVICE)
+    known = [place < FIRST + E / 2 for place in range(E + 2 * FIRST)]
+    mean = torch.tensor(batches.HISTORY, dtype=torch.float64) * torch.tensor(known).unsqueeze(1)
+    running.load_state_dict({"mean": mean, "known": known})
+    return running, *(running.open(given.advantages, loss_scale) for _ in range(2))
+
+
+def check(given, rule):
+    dtype = given.g.dtype
+    running, ours, plain = ledgers(given, rule)
+    ledger = KernelLedger(ours)
+    experts.expert_coefficients(
+        given.g, given.a, given.bias, given.routing, given.samples if rule.needs.overlap else None, ledger, FIRST
+    )
+    places = slice(FIRST, FIRST + given.routing.experts)
+    statistics = routed_statistics(
+        given.g.double(), given.a.double(), given.bias, given.routing, given.samples, rule.needs
+    )
+    history, known = running.history[places], running.known[places]
+    expected = stacked_coefficients(rule, statistics, plain.advantages, history, known, plain.loss_scale)
+    plain.record(places, expected)
+    for place, (mine, theirs) in enumerate(zip(ours.table, plain.table, strict=True)):
+        for name, one, other in zip(Coefficients._fields, mine, theirs, strict=True):
+            close(one, other, STATISTIC[dtype], f"{place} {name}")
+            assert torch.equal(one == 0, other == 0), f"{place} {name}"
+    return ledger, plain.table[places, 0]
+
+
+def cases():
+    """Every combination on a GPU; interpreted, which takes long, a few of them, and the others with `-m slow`."""
+    for shape in SHAPES:
+        for rule in (FISHER, FIG4, EUCLIDEAN, INTERACTING):
+            for dtype in DTYPES:
+                quick = not INTERPRET or (dtype == EXACT and shape in SHAPES[1:3] and rule in (FIG4, INTERACTING))
+                marks = [] if quick else pytest.mark.slow
+                yield pytest.param(shape, rule, dtype, marks=marks, id=f"{shape}-{rule.name}-{dtype}")
+
+
+@pytest.mark.parametrize(("shape", "rule", "dtype"), cases())
+def test_coefficients_and_scaled_rows_are_those_of_each_expert(shape, rule, dtype):
+    given = rows(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
+    ledger, c = check(given, rule)
+    for x in (given.g, given.a):
+        expected = given.routing.scaled(x.double(), c)
+        close(experts.scaled(x, given.routing, ledger, FIRST), expected, GRADIENT[dtype])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "rule", [FIG4, make_rule("interacting", scale="paper", regularization=0.3)], ids=batches.named
+)
+def test_the_input_that_is_always_one_counts(rule, bias):
+    given = rows(*SHAPES[1], bias=bias)
+    _, c = check(given, rule)
+    _, other = check(replace(given, bias=not bias), rule)
+    assert (c - other).abs().max() > 1e-3  # the test would notice
+
+
+def test_rows_with_gaps_between_them_are_read_in_their_places():
+    given = rows(*SHAPES[1])
+    wide = {name: torch.cat([getattr(given, name)] * 2, 1)[:, : getattr(given, name).shape[1]] for name in ("g", "a")}
+    assert not wide["g"].is_contiguous()
+    ledger, c = check(replace(given, **wide), FIG4)
+    close(experts.scaled(wide["g"], given.routing, ledger, FIRST), given.routing.scaled(given.g, c), GRADIENT[EXACT])
+
+
+def test_an_expert_with_what_is_not_finite_leaves_the_others_alone():
+    given = rows(*SHAPES[1])
+    given.g[0, 0] = math.nan  # the first row of the first expert
+    _, ours, _ = ledgers(given, FIG4)
+    clean = replace(given, g=given.g.nan_to_num(0.0))
+    expected, _ = check(clean, FIG4)
+    experts.expert_coefficients(given.g, given.a, False, given.routing, given.samples, KernelLedger(ours), FIRST)
+    assert not torch.isfinite(ours.table[FIRST]).all()
+    assert torch.equal(ours.table[FIRST + 1 :], expected.table[FIRST + 1 :])
