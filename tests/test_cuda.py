@@ -1,15 +1,24 @@
-"""On a GPU: TRL's Triton path at the head, bf16, and no waiting for the device inside the backward."""
+"""
+On a GPU: TRL's Triton path at the head, bf16, mixtures, adapters, and no waiting for the device inside the backward.
 
+Where gradients of the two devices are compared, those of the CPU are held against the definition by other tests.
+"""
+
+import importlib.util
 import math
 import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from trl import GRPOConfig, GRPOTrainer
 
-from isopo_trl import ISOPOConfig, ISOPOTrainer
-from tests import oracle, tiny
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from tests import architectures, oracle, tiny
+from tests.layers.harness import Holder
 
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +64,45 @@ def test_gradient_on_the_gpu_is_the_definition(family, rule, tmp_path):
         assert error < 1e-3, f"{name}: {error}"
 
 
+def gradient_on(device, model, tmp_path, **settings):
+    """Of one microbatch with a sampler's log-probabilities and a reference model's; `[...]` by name, on the CPU."""
+    chosen = {"use_cpu": device == "cpu", "fisher_samples": 10_000, "router_aux_loss_coef": 0.0, **settings}
+    trainer = trainer_for(model, tmp_path / device, **chosen)
+    trainer.model.to(device)
+    _, inputs = batch_on(device)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(inputs["completion_ids"].shape, generator=generator) / 2 - math.log(100)
+    inputs["sampling_per_token_logps"] = inputs["ref_per_token_logps"] = noise.to(device)
+    trainer.compute_loss(trainer.model, inputs).backward()
+    trainer.isopo.end()
+    return {name: p.grad.cpu() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def check_against_the_cpu(make_model, tmp_path, **settings):
+    found, expected = (gradient_on(device, make_model(), tmp_path, **settings) for device in ("cuda", "cpu"))
+    for name, gradient in expected.items():
+        assert gradient.norm() > 0, name
+        error = (found[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-3, f"{name}: {error}"
+
+
+def adapted(model, config):
+    """With an adapter none of whose parts begins at zero."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = get_peft_model(model, config)
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def qwen3(lora):
+    model = tiny.model("qwen3", tie=True)
+    return adapted(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)) if lora else model
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
 @pytest.mark.parametrize("token_weights", ["sampler", "p3o", "kpo", "terms"])
@@ -62,24 +110,228 @@ def test_token_weights_and_terms_on_the_gpu_are_those_on_the_cpu(token_weights, 
     chosen = {"token_weights": token_weights}
     if token_weights == "terms":  # for full weights, a reference model would have to be saved
         chosen = {"entropy_coef": 0.2, "beta": 0.3 if lora else 0.0}
+    check_against_the_cpu(lambda: qwen3(lora), tmp_path, rule=rule, **chosen)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon": 0.5, "epsilon_high": 0.6},
+        {"epsilon": 0.5, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "cispo", "epsilon_high": 1.5},
+        {"loss_type": "sapo"},
+        {"loss_type": "vespo"},
+    ],
+    ids=["clipped", "gspo", "cispo", "sapo", "vespo"],
+)
+def test_losses_of_the_ratio_on_the_gpu_are_those_on_the_cpu(settings, tmp_path):
+    check_against_the_cpu(lambda: qwen3(True), tmp_path, rule="fisher", **settings)
+
+
+ADAPTERS = {
+    "dora": lambda: LoraConfig(r=2, use_dora=True, target_modules=["q_proj", "up_proj"]),
+    "embedding": lambda: LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]),
+    "trainable tokens": lambda: LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[5, 7, 9]),
+    "modules to save": lambda: LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "ia3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_on_the_gpu_are_those_on_the_cpu(kind, rule, tmp_path):
+    check_against_the_cpu(
+        lambda: adapted(tiny.model("qwen2", tie=False), ADAPTERS[kind]()), tmp_path, rule=rule, top_k=0
+    )
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba"])
+def test_modules_without_a_kind_of_their_own_on_the_gpu_are_those_on_the_cpu(family, tmp_path):
+    """Mixers of Mamba and their convolutions."""
     gradients = {}
-    for device in ("cpu", "cuda"):
-        model = tiny.model("qwen3", tie=True)
-        if lora:
-            torch.manual_seed(0)
-            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-        settings = {"use_cpu": device == "cpu", "rule": rule, "fisher_samples": 10_000}
-        trainer = trainer_for(model, tmp_path / device, **settings, **chosen)
-        trainer.model.to(device)
-        _, inputs = batch_on(device)
-        generator = torch.Generator().manual_seed(1)
-        noise = torch.randn(inputs["completion_ids"].shape, generator=generator) / 2 - math.log(100)
-        inputs["sampling_per_token_logps"] = inputs["ref_per_token_logps"] = noise.to(device)
-        trainer.compute_loss(trainer.model, inputs).backward()
-        trainer.isopo.end()
-        gradients[device] = {n: p.grad.cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    for name, expected in gradients["cpu"].items():
-        error = (gradients["cuda"][name] - expected).norm() / expected.norm()
+    for device in ("cuda", "cpu"):
+        model = architectures.build(family).float().to(device)
+        batch = oracle.random_batch([4, 4], [6, 6], 40)
+        ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+        weights = oracle.token_weights(batch).float().to(device)
+        isopo = ISOPO(model, "fisher", fisher_samples=10_000)
+        assert "any module" in {row["kind"] for row in isopo.coverage()}
+        with isopo.microbatch(batch.advantages.float().to(device), attention_mask=mask):
+            architectures.loss_of(model, ids, mask, weights).backward()
+        gradients[device] = {name: p.grad.cpu() for name, p in model.named_parameters()}
+    size = max(gradient.norm() for gradient in gradients["cpu"].values())
+    for name, gradient in gradients["cpu"].items():
+        error = (gradients["cuda"][name] - gradient).norm() / max(gradient.norm(), 1e-4 * size)
+        assert error < 5e-3, f"{name}: {error}"
+
+
+# Mixtures of experts
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [
+        *(("mixtral", rule) for rule in ("fisher", "fig4", "interacting", "none")),
+        ("qwen3_moe", "npg"),
+        ("gpt_oss", "fig4"),  # biases
+        ("deepseek_v3", "fisher"),
+        ("glm4_moe", "euclidean"),
+    ],
+)
+def test_mixtures_on_the_gpu_are_those_on_the_cpu(family, rule, tmp_path):
+    check_against_the_cpu(lambda: tiny.model(family), tmp_path, rule=rule)
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_lora_on_experts_on_the_gpu_is_that_on_the_cpu(rule, tmp_path):
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"]
+    config = LoraConfig(r=2, target_modules=["o_proj"], target_parameters=targets)
+    check_against_the_cpu(lambda: adapted(tiny.model("mixtral"), config), tmp_path, rule=rule)
+
+
+def test_load_balancing_on_the_gpu_is_that_on_the_cpu(tmp_path):
+    check_against_the_cpu(lambda: tiny.model("mixtral"), tmp_path, rule="fisher", router_aux_loss_coef=0.5)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that PyTorch runs."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_experts(device, dtype, rule, experts=32, k=4, hidden=64, m=4, T=96):
+    """
+    One stack of experts, of which the last gets no position: gradients, how often the backward waits for the device,
+    and how many operations it runs.
+    """
+    config = MixtralConfig(hidden_size=hidden, intermediate_size=2 * hidden, num_local_experts=experts)
+    config._experts_implementation = "grouped_mm" if device == "cuda" else "eager"
+    model = Holder(MixtralExperts(config))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) / 8)
+    rounded = dtype if device == "cuda" else torch.bfloat16 if dtype == torch.bfloat16 else dtype
+    model.to(rounded).to(device, dtype)
+    N = m * T
+    x, cotangent = (torch.randn(N, hidden, generator=generator).to(rounded).to(device, dtype) for _ in range(2))
+    x.requires_grad_()
+    choices = torch.rand(N, experts - 1, generator=generator).topk(k).indices.to(device)
+    weights = torch.rand(N, k, generator=generator).to(rounded).to(device, dtype)
+    advantages = torch.tensor([1.0, -0.5, 2.0, 0.7], device=device)
+    isopo = ISOPO(model, rule, fisher_samples=50)
+    for _ in range(2):  # once to compile
+        model.zero_grad()
+        with isopo.microbatch(advantages, attention_mask=torch.ones(m, T, device=device)):
+            y = model(x, choices, weights)
+            with warnings.catch_warnings(record=True) as caught, Operations() as operations:
+                warnings.simplefilter("always")
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    y.backward(cotangent)
+                finally:
+                    if device == "cuda":
+                        torch.cuda.set_sync_debug_mode("default")
+    gradients = {name: p.grad.cpu().double() for name, p in model.named_parameters()}
+    waits = sum("synchroniz" in str(warning.message) for warning in caught)
+    return gradients, waits, operations.number
+
+
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "interacting", "none"])
+def test_experts_in_bf16_are_the_definition_to_its_rounding_and_never_wait(rule):
+    """From the same numbers, rounded to bf16; an expert without a position has no gradient."""
+    found, waits, _ = run_experts("cuda", torch.bfloat16, rule)
+    expected, _, _ = run_experts("cpu", torch.bfloat16, rule)
+    assert waits == 0
+    for name, gradient in expected.items():
+        assert not found[name][-1].any()
+        error = (found[name] - gradient).norm() / gradient.norm()
+        assert error < 0.03, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
+def test_operations_on_experts_do_not_grow_with_their_number(rule):
+    counts = {run_experts("cuda", torch.bfloat16, rule, experts=experts)[2] for experts in (8, 32, 128)}
+    assert len(counts) == 1
+
+
+# A quantised base
+
+
+def quantised(folder, compute):
+    path = tiny.save(folder / "model", "llama")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    base = AutoModelForCausalLM.from_pretrained(
+        path, dtype=compute, quantization_config=config, device_map={"": torch.device("cuda", 0)}
+    )
+    return adapted(base, LoraConfig(r=8, target_modules="all-linear"))
+
+
+def in_float64(model):
+    """The same model with its quantised matrices as plain ones, on the CPU."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    plain = adapted(tiny.model("llama"), LoraConfig(r=8, target_modules="all-linear")).double()
+    values = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            given = values[name]
+            state = getattr(given, "quant_state", None)
+            p.copy_(given if state is None else dequantize_4bit(given.data, state))
+    return plain
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("rule", ["none", "fisher", "fig4", "interacting"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_lora_on_a_quantised_base_is_the_definition(compute, rule, tmp_path):
+    """
+    The definition in float64 on the matrices that quantisation has left. With products in bf16, the gradient that GRPO
+    itself has differs from it by some error, and coefficients can add to it no more than the norms they are made of.
+    """
+    batch, inputs = batch_on("cuda")
+    results = {}
+    for kind, settings in (("grpo", {}), ("isopo", {"rule": rule, "fisher_samples": 10_000})):
+        model = quantised(tmp_path / kind, compute)
+        trainer = trainer_for(model, tmp_path / kind, kind=kind, bf16=compute == torch.bfloat16, **settings)
+        for p in model.parameters():
+            if p.requires_grad:
+                assert p.dtype == torch.bfloat16  # TRL's choice for a quantised base
+                p.data = p.data.to(compute)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(trainer.model, inputs)
+        trainer.accelerator.backward(loss)
+        results[kind] = {name: p.grad.cpu().double() for name, p in model.named_parameters() if p.requires_grad}
+    trainer.isopo.end()
+    exact = in_float64(model)
+    G = oracle.position_gradients(exact, batch, oracle.token_weights(batch), rounding=1e-4)
+    errors = {}
+    for kind, of_rule in (("grpo", "none"), ("isopo", rule)):
+        expected = oracle.expected_gradients(exact, G, batch, None, of_rule)
+        whole = torch.cat([expected[p].flatten() for p in exact.parameters() if p.requires_grad])
+        found = torch.cat([gradient.flatten() for gradient in results[kind].values()])
+        errors[kind] = ((found - whole).norm() / whole.norm()).item()
+    print(compute, rule, errors)
+    assert errors["isopo"] < (1e-3 if compute == torch.float32 else 4 * errors["grpo"] + 1e-3), errors
+    if rule == "none":
+        difference = torch.cat([(results["isopo"][n] - x).flatten() for n, x in results["grpo"].items()]).norm()
+        size = torch.cat([x.flatten() for x in results["grpo"].values()]).norm()
+        assert difference < (1e-5 if compute == torch.float32 else errors["grpo"] + 1e-3) * size
+
+
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_gradient_with_ligers_kernels_is_that_without(rule, tmp_path):
+    plain = gradient_on("cuda", tiny.model("qwen3"), tmp_path, rule=rule)
+    found = gradient_on("cuda", tiny.model("qwen3"), tmp_path, rule=rule, use_liger_kernel=True)
+    for name, gradient in plain.items():
+        error = (found[name] - gradient).norm() / gradient.norm()
         assert error < 1e-3, f"{name}: {error}"
 
 

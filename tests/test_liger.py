@@ -44,7 +44,13 @@ def test_the_weights_are_those_without_liger(family, peft, tmp_path):
     trained = []
     for use in (False, True):
         trainer = training.build(
-            tmp_path, family, options={"peft_config": peft}, use_liger_kernel=use, learning_rate=1e-3, optim="sgd"
+            tmp_path,
+            family,
+            options={"peft_config": peft},
+            use_cpu=not torch.cuda.is_available(),
+            use_liger_kernel=use,
+            learning_rate=1e-3,
+            optim="sgd",
         )
         training.train(trainer, still=("lora_A",))
         trained.append(trainer)
