@@ -275,13 +275,13 @@ def _products_plan(
 
 
 @lru_cache(maxsize=4096)
-def _coefficients_plan(m: int, E: int, parts: int, variant: int, dtype: torch.dtype) -> Plan:
+def _coefficients_plan(m: int, E: int, parts: int, variant: int, dtype: torch.dtype, device: torch.device) -> Plan:
     BM, BN, BB = tiles(m, _SAMPLES, parts)
     return Plan((E, 1, 1), (variant, types_of(dtype)[0], BM, BN, BB, power_of_two(parts)))
 
 
 @lru_cache(maxsize=4096)
-def _scale_plan(S: int, D: int, stride: int) -> Plan:
+def _scale_plan(S: int, D: int, stride: int, dtype: torch.dtype, device: torch.device) -> Plan:
     BD = min(power_of_two(D), 1024)
     BT = part_of(2**13, BD, S)
     return Plan((-(-S // BT), -(-D // BD), 1), (D, stride, BT, BD))
@@ -328,7 +328,7 @@ def expert_coefficients(
         sums = scratch(g, E * m * (m if needs.ntk else parts))
         plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
-    plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype)
+    plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype, g.device)
     tensors = (norms, sample_bounds, sums, *ledger.tensors)
     launch(_expert_coefficients_kernel, plan, tensors, (m, count, parts, index))
 
@@ -338,6 +338,6 @@ def scaled(x: torch.Tensor, routing: Routing, ledger: KernelLedger, index: int) 
     x = _by_row(x)
     S, D = x.shape
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    tensors = (x, out, routing.keys, ledger.table)
-    launch(_expert_scale_kernel, _scale_plan(S, D, x.stride(0)), tensors, (routing.sequences, S, index))
+    plan = _scale_plan(S, D, x.stride(0), x.dtype, x.device)
+    launch(_expert_scale_kernel, plan, (x, out, routing.keys, ledger.table), (routing.sequences, S, index))
     return out
