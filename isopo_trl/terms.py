@@ -95,6 +95,15 @@ class Terms:
     def __bool__(self) -> bool:
         return bool(self.settings)
 
+    def chosen(self) -> dict[str, Any]:
+        """The settings of the terms by which a checkpoint knows them again."""
+        names = ("beta", "kl_in_reward", "use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy")
+        # Of the arguments, since an adaptive coefficient moves; but for the one that may be the model's
+        return {
+            **{name: getattr(self._trainer.args, name) for name in names},
+            "router_aux_loss_coef": self._trainer.router_aux_loss_coef if self._trainer.aux_loss_enabled else 0.0,
+        }
+
     def of_policy(self, loss: Loss, batch: Batch, advantages: torch.Tensor) -> tuple[torch.Tensor, Figures]:
         """
         The rest of the loss of `batch`, and what TRL logs of it; to be called where `loss` is that of the policy.

@@ -345,8 +345,8 @@ class ISOPOTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
 
     def _chosen(self) -> dict[str, Any]:
-        """What is done with tokens, by which a checkpoint knows it again: their weights, and the loss."""
-        return {**ratio_loss.of_loss(self.args), **self.weighting.chosen()}
+        """What is done with tokens, by which a checkpoint knows it again: their weights, the loss, and its terms."""
+        return {**ratio_loss.of_loss(self.args), **self.terms.chosen(), **self.weighting.chosen()}
 
     def _load_state(self, checkpoint: Path) -> None:
         """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""

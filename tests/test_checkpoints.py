@@ -238,6 +238,14 @@ def test_other_clipping_under_the_same_weights_is_reported(folder, caplog):
     assert "vllm_importance_sampling_clip_max=2.0 to 3.0" in message
 
 
+def test_other_terms_and_another_mask_are_reported(folder, caplog):
+    path = folder / "checkpoint-3" / "isopo_state.pt"
+    change(path, weighting={**torch.load(path, weights_only=True)["weighting"], "beta": 0.3})
+    (message,) = resumed(folder, caplog, entropy_coef=0.1, off_policy_mask_threshold=0.5)
+    for text in ("beta=0.3 to 0.0", "entropy_coef=0.0 to 0.1", "off_policy_mask_threshold=None to 0.5"):
+        assert text in message
+
+
 def test_other_token_weights_are_reported_where_there_are_no_statistics(folder, caplog):
     path = folder / "checkpoint-3" / "isopo_state.pt"
     none = training.build(folder, **SETTINGS, rule="none").isopo
@@ -264,7 +272,9 @@ def test_early_checkpoint_is_taken_without_a_word(folder, caplog):
 def test_what_is_saved_is_said_by_the_configuration_alone(saved):
     state = torch.load(saved / "checkpoint-3" / "isopo_state.pt", weights_only=True)
     loss = {"importance_sampling_level": "token", "loss_type": "dapo"}
-    no_clipping = dict.fromkeys(("epsilon", "epsilon_high", "delta"))
-    assert state["weighting"] == {"token_weights": "none", **no_clipping, **loss}
+    nothing = dict.fromkeys(("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold"))
+    coefficients = dict.fromkeys(("beta", "entropy_coef", "router_aux_loss_coef"), 0.0)
+    switches = {"kl_in_reward": False, "use_bias_correction_kl": True, "use_adaptive_entropy": False}
+    assert state["weighting"] == {"token_weights": "none", **nothing, **loss, **coefficients, **switches}
     assert state["save_only_model"] is False
     assert (state["regularization_decay"], state["fisher_samples"]) == (0.9, 64)

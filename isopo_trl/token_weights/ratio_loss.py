@@ -53,7 +53,8 @@ def clipping_range(args: "ISOPOConfig") -> tuple[float, float]:
 
 def of_loss(args: "ISOPOConfig") -> dict[str, Any]:
     """The settings of the loss by which a checkpoint knows it again, whether it takes the ratio or not."""
-    names = (*RANGE, "importance_sampling_level", "loss_type", *BY_RATIO.get(args.loss_type, ()))
+    always = (*RANGE, "importance_sampling_level", "loss_type", "off_policy_mask_threshold")
+    names = (*always, *BY_RATIO.get(args.loss_type, ()))
     return {name: getattr(args, name) for name in names}
 
 

@@ -118,15 +118,12 @@ def test_coefficients_and_scaled_rows_are_those_of_each_expert(shape, rule, dtyp
         close(experts.scaled(x, given.routing, ledger, FIRST), expected, GRADIENT[dtype])
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    "rule", [FIG4, make_rule("interacting", scale="paper", regularization=0.3)], ids=batches.named
+    "rule", [FIG4, make_rule("interacting", scale="paper", regularization=0.3)], ids=["", "paper"]
 )
-def test_the_input_that_is_always_one_counts(rule, bias):
-    given = rows(*SHAPES[1], bias=bias)
-    _, c = check(given, rule)
-    _, other = check(replace(given, bias=not bias), rule)
-    assert (c - other).abs().max() > 1e-3  # the test would notice
+def test_the_input_that_is_always_one_counts(rule):
+    (_, with_bias), (_, without) = (check(rows(*SHAPES[1], bias=bias), rule) for bias in (True, False))
+    assert (with_bias - without).abs().max() > 1e-3  # the test would notice
 
 
 def test_rows_with_gaps_between_them_are_read_in_their_places():
