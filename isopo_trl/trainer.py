@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import checkpoints, liger, model_card, resuming, reward_functions, trl_seam
+from . import checkpoints, liger, model_card, reference, resuming, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
@@ -107,7 +107,9 @@ class ISOPOTrainer(GRPOTrainer):
         weighting = ratio_loss.weighting_for(args)
         reward_functions.verify_callable(reward_funcs)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        with reference.base_weights_kept(model):
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        reference.check(self.model, args.beta)
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)

@@ -305,9 +305,9 @@ def per_sequence():
     """A Mamba mixer and adapters of every kind, with terms and with P3O's pull; most are slow."""
     quick = [("mamba2", "terms", False), ("DoRA", "p3o", True), ("prompt tuning", "terms", False)]
     every = itertools.product(("mamba2", "jamba", *peft.METHODS), ("terms", "p3o"), (False, True))
-    # TRL refuses it; no checkpointing; PEFT allows no second adapter as a reference, or makes it from the base model
+    # TRL refuses it; no checkpointing; PEFT allows no second adapter as a reference
     left_out = {("LoRA on the LM head", "terms"), ("LoRA on the LM head", "p3o"), ("prefix tuning", True)}
-    left_out |= {(m, "terms") for m in ("AdaLoRA", "LoRA with biases (`bias`, `lora_bias`)", "PiSSA", "OLoRA")}
+    left_out |= {(m, "terms") for m in ("AdaLoRA", "LoRA with biases (`bias`, `lora_bias`)")}
     cases = [case for case in every if not {case[:2], case[::2]} & left_out]
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 

@@ -124,6 +124,33 @@ def test_lora_setting_trains(settings, tmp_path):
     training.train(training.build(tmp_path, "qwen2", options={"peft_config": lora(**settings)}, max_steps=3))
 
 
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.arange(3, 23).view(2, 10)).logits
+
+
+@pytest.mark.parametrize("name", ["pissa", "olora", "pissa_niter_4"])
+def test_reference_of_an_adapter_out_of_the_weights_is_the_model_it_was_made_of(name, tmp_path):
+    """A second adapter made like the first would take its part out of the weights as well."""
+    model = tiny.model("qwen2")
+    initial = logits_of(model)
+    model = get_peft_model(model, lora(init_lora_weights=name))
+    trainer = training.build(tmp_path, model, beta=0.1, max_steps=2)
+    assert model.peft_config["default"].init_lora_weights == name
+    torch.testing.assert_close(logits_of(model), initial, rtol=1e-4, atol=1e-5)
+    first, second = training.train(trainer)
+    assert first["kl"] == 0 < second["kl"]
+    model.set_adapter("ref")
+    torch.testing.assert_close(logits_of(model), initial, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pissa", "olora"])
+def test_reference_without_the_part_that_an_adapter_took_is_refused(name, tmp_path):
+    options = {"peft_config": lora(init_lora_weights=name)}
+    with pytest.raises(ValueError, match=f"init_lora_weights='{name}'.*beta=0.1.*get_peft_model.*beta=0"):
+        training.build(tmp_path, "qwen2", options=options, beta=0.1)
+
+
 @pytest.mark.parametrize("settings", LORA, ids=name_of)
 def test_rule_none_has_the_gradient_of_grpo_with_lora(settings, tmp_path):
     def gradients(kind, **rule):

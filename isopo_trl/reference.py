@@ -1,0 +1,55 @@
+"""
+The reference model of an adapter that begins as a part of the weights (PiSSA, OLoRA and the like).
+
+PEFT takes that part out of the base model's weights, so that the base model with its adapter switched off, which is
+TRL's reference for an adapter of its own making, is not the model that training begins with. Of a model that PEFT has
+wrapped before, TRL's reference is a copy of the adapter: made from the same configuration, it would take the same part
+out of the base model once more, and the policy itself would be another one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.utils import is_peft_model
+
+
+# Beginnings of PEFT's names of such initialisations
+_OUT_OF_THE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def is_part_of_the_weights(config: Any) -> bool:
+    """Whether an adapter of this configuration begins as a part of the base model's weights."""
+    name = getattr(config, "init_lora_weights", None)
+    return isinstance(name, str) and name.lower().startswith(_OUT_OF_THE_WEIGHTS)
+
+
+@contextmanager
+def base_weights_kept(model: Any) -> Iterator[None]:
+    """
+    Context in which a copy of the model's adapter can be made without a change of the base model: the copy begins like
+    any LoRA, and is then filled with the values of the first.
+    """
+    config: Any = model.peft_config.get("default") if is_peft_model(model) else None
+    if not is_part_of_the_weights(config):
+        yield
+        return
+    name, config.init_lora_weights = config.init_lora_weights, True
+    try:
+        yield
+    finally:
+        config.init_lora_weights = name
+
+
+def check(model: Any, beta: float) -> None:
+    """Raise if the divergence (weight `beta`) would be measured from a model without what its adapter began as."""
+    if beta == 0.0 or not is_peft_model(model) or "ref" in model.peft_config:
+        return
+    for config in model.peft_config.values():
+        if is_part_of_the_weights(config):
+            raise ValueError(
+                f"With init_lora_weights={config.init_lora_weights!r} the adapter begins as a part of the weights: "
+                f"beta={beta} would measure the divergence from a model without that part. Wrap the model with "
+                "`peft.get_peft_model` and give the trainer that, without `peft_config`, so that the reference is a "
+                "copy of the adapter; or set beta=0."
+            )
