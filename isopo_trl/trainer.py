@@ -281,6 +281,11 @@ class ISOPOTrainer(GRPOTrainer):
 
     # Generation: no old policy but the sampler's; the KL, if any, in the reward
 
+    def _prepare_inputs(self, generation_batch):
+        group: Any = self.args.num_generations
+        with trl_seam.shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
+            return super()._prepare_inputs(generation_batch)
+
     def _generate_and_score_completions(self, inputs):
         needs_behaviour, training = self._needs_behaviour, self.model.training
         policy = self.accelerator.unwrap_model(self.model)
