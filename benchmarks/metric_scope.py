@@ -51,6 +51,7 @@ KEPT = (64, 256)  # positions of another step
 RANKS = (64, 256, 1024)  # of the projections
 DRAWS = 5  # of everything that is random
 AT_ONCE = 8  # sequences of a forward pass, and so many hundred rows of products
+SMALLEST = 1e-37  # in place of 0
 KINDS = ("attention", "mlp", "norm", "embedding", "head")
 
 
@@ -176,7 +177,7 @@ def overlaps(rows: Rows, step: Rows, sequence: torch.Tensor, m: int) -> torch.Te
 
 def fisher(overlap: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
     """`F_s` `[m]`, from overlaps `[n, m]` and `|G_j|^2` `[n]`."""
-    return (overlap.square().sum(0) / square.sum().clamp(min=1e-300)).sqrt()
+    return (overlap.square().sum(0) / square.sum().clamp(min=SMALLEST)).sqrt()
 
 
 def rank_correlation(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -247,12 +248,8 @@ def scopes(step: Step, rows: Rows, previous: Rows, positions: int) -> tuple[dict
         taken = torch.ones_like(sequence, dtype=torch.bool)
         if count is not None:
             taken = step.drawn(microbatch, count)[rows.place]
-        result = torch.zeros(step.m, dtype=overlap.dtype, device=overlap.device)
-        for number in range(int(microbatch.max()) + 1):
-            members = microbatch == number
-            chosen = taken & members[sequence]
-            result[members] = fisher(overlap[chosen][:, members], square[chosen])
-        return result
+        own = (taken.unsqueeze(1) & (microbatch[sequence].unsqueeze(1) == microbatch)).to(overlap.dtype)
+        return ((overlap.square() * own).sum(0) / (square @ own).clamp(min=SMALLEST)).sqrt()
 
     sizes = [size for size in SIZES if size <= step.m]
     found: dict[str, Any] = {"sampled": {}, "all": {}, "kept": {}}
@@ -345,7 +342,7 @@ def solutions(step: Step, rows: Rows, K: torch.Tensor) -> dict[str, dict[str, fl
 def cosines(K: torch.Tensor, group: int) -> dict[str, float]:
     """Mean cosine between two sequences of one prompt, and of different prompts."""
     norm = K.diagonal().clamp(min=0).sqrt()
-    cosine = K / (norm.unsqueeze(1) * norm).clamp(min=1e-300)
+    cosine = K / (norm.unsqueeze(1) * norm).clamp(min=SMALLEST)
     number = torch.arange(len(K), device=K.device)
     same, own = number.unsqueeze(1) // group == number // group, number.unsqueeze(1) == number
     return {"prompt": cosine[same & ~own].mean().item(), "others": cosine[~same].mean().item()}
