@@ -87,6 +87,10 @@ class ISOPOConfig(GRPOConfig):
         fisher_samples (`int`, *optional*, defaults to `64`):
             Number of token positions per microbatch at which the Fisher metric is taken (250 in the author's code).
             More than there are means all of them.
+        group_microbatches (`bool`, *optional*, defaults to `False`):
+            Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
+            `"interacting"`, which sees the sequences of one microbatch. The order of the prompts stays random.
+            Requires that `num_generations` divides `per_device_train_batch_size`.
         scale (`str`, *optional*, defaults to `"relative"`):
             `"relative"` divides `f` by `E[f x] / E[x]`, where x is the norm that the rule is about, and multiplies the
             interacting coefficients by `c0`: coefficients are of order one, so that the learning rate, `max_grad_norm`
@@ -178,6 +182,13 @@ class ISOPOConfig(GRPOConfig):
             "are means all of them."
         },
     )
+    group_microbatches: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to keep the completions of one prompt in one microbatch. Requires that "
+            "`num_generations` divides `per_device_train_batch_size`."
+        },
+    )
     scale: str = field(
         default="relative",
         metadata={
@@ -267,6 +278,8 @@ class ISOPOConfig(GRPOConfig):
         return [f"{name}={getattr(self, name)}" for name in settings if getattr(self, name) != defaults[name]]
 
     def _refusals(self) -> list[tuple[bool, str]]:
+        loading: Any = self.accelerator_config
+        group: Any = self.num_generations
         return [
             (
                 not 0 <= self.beta < _LARGEST,
@@ -280,6 +293,18 @@ class ISOPOConfig(GRPOConfig):
                 self.kl_in_reward and self.multi_objective_aggregation == "normalize_then_sum",
                 "kl_in_reward=True needs multi_objective_aggregation='sum_then_normalize': 'normalize_then_sum' would "
                 "divide the KL divergence by its own standard deviation, and beta would lose its meaning.",
+            ),
+            (
+                self.group_microbatches and self.per_device_train_batch_size % group != 0,
+                f"group_microbatches=True keeps the completions of a prompt in one microbatch of one device, and "
+                f"num_generations={group} of them do not fill a per_device_train_batch_size of "
+                f"{self.per_device_train_batch_size}: make that a multiple of num_generations, with fewer "
+                "gradient_accumulation_steps for the same step, or set group_microbatches=False.",
+            ),
+            (
+                self.group_microbatches and loading.split_batches,
+                "group_microbatches=True needs a per_device_train_batch_size that is one device's, but "
+                "split_batches=True in accelerator_config divides it among the devices: set split_batches=False.",
             ),
             (
                 not self.top_entropy_quantile >= 0,

@@ -132,6 +132,19 @@ def samples_at_temperature(args: "ISOPOConfig") -> bool:
     return same and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
 
 
+# Which prompt a completion is of
+
+
+PROMPT_NUMBERS = "prompt_numbers"  # a batch's key of the number of each sequence's prompt, `[B]`
+
+
+def note_prompts(batch: dict[str, Any], rank: int, generations: int | None) -> None:
+    """Note in a generated batch, in which completions of a prompt follow each other over all ranks, whose they are."""
+    count = len(batch["advantages"])
+    numbers = torch.arange(rank * count, (rank + 1) * count, device=batch["advantages"].device)
+    batch[PROMPT_NUMBERS] = numbers // (generations or 1)
+
+
 # Which policy drew a batch
 
 

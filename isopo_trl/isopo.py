@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .geometry.sequences import Sequences, draw_samples
+from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
 from .rules.ledger import Ledger
@@ -145,6 +146,8 @@ class ISOPO:
         sequence_ids: torch.Tensor | None = None,
         completion_mask: torch.Tensor | None = None,
         loss_scale: float = 1.0,
+        prompts: torch.Tensor | None = None,
+        signs: torch.Tensor | None = None,
     ) -> Microbatch:
         """
         Begin a microbatch: from here to [`end`], backward passes are ISOPO's.
@@ -162,6 +165,10 @@ class ISOPO:
             loss_scale (`float`, *optional*, defaults to `1.0`):
                 Constant that the loss is multiplied by and that may change from step to step, such as one over the
                 number of accumulated microbatches.
+            prompts (`torch.Tensor`, *optional*):
+                `[m]`, number of each sequence's prompt, by which cosines between gradients are reported.
+            signs (`torch.Tensor`, *optional*):
+                `[m]`, signs of the advantages where the loss contains them, for the same figures.
         """
         if (attention_mask is None) == (sequence_ids is None):
             raise ValueError("Give either `attention_mask` (one sequence per row) or `sequence_ids`.")
@@ -200,6 +207,8 @@ class ISOPO:
             running=self._statistics(advantages.device),
             loss_scale=loss_scale,
             scored=completion_mask,
+            prompts=prompts,
+            signs=signs,
         )
         return self._current.microbatch
 
@@ -339,7 +348,8 @@ class ISOPO:
     def _statistics(self, device: torch.device) -> RunningStatistics:
         """The running statistics, made on first use on the device of the data."""
         if self._running is None:
-            self._running = RunningStatistics(len(self._places), self.regularization_decay, self.rule, device)
+            parts = [part_of(layer) for layer in self._places]
+            self._running = RunningStatistics(len(parts), self.regularization_decay, self.rule, device, parts)
             if self._loaded is not None:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None

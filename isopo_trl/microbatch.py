@@ -32,6 +32,7 @@ class Microbatch:
         loss_scale (`float`): constant that the loss carries.
         scored (`torch.Tensor`, *optional*): `[B, C]`, which of the last `C` predictions (positions `T - 1 - C` to `T -
             2`) are scored by TRL's chunked log-probabilities.
+        prompts, signs (`torch.Tensor`, *optional*): `[m]`, for figures, see [`Ledger`].
 
     Attributes:
         ledger ([`Ledger`]): the coefficients so far.
@@ -53,6 +54,8 @@ class Microbatch:
     running: RunningStatistics
     loss_scale: float = 1.0
     scored: torch.Tensor | None = None
+    prompts: torch.Tensor | None = None
+    signs: torch.Tensor | None = None
     ledger: Ledger = field(init=False)
     visits: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
@@ -72,6 +75,7 @@ class Microbatch:
         """Take other advantages `[m]`, before the backward."""
         self.advantages = advantages
         self.ledger = self.running.open(advantages, self.loss_scale)
+        self.ledger.prompts, self.ledger.signs = self.prompts, self.signs
         self._kernel_ledger = None
 
     # Inside a layer's forward
@@ -112,7 +116,7 @@ class Microbatch:
         self._visit(index)
         history = self.running.expectations(index)
         result = self.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
-        self.ledger.record(index, result)
+        self.ledger.record(index, result, statistics.ntk)
         return result.c
 
     def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
@@ -122,7 +126,7 @@ class Microbatch:
         places = slice(indices.start, indices.stop)
         history, known = self.running.history[places], self.running.known[places]
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
-        self.ledger.record(places, result)
+        self.ledger.record(places, result, statistics.ntk)
         return result.c
 
     def _visit(self, index: int) -> None:
@@ -147,7 +151,7 @@ class Microbatch:
             ones = torch.ones_like(self.advantages)
             rule = unscaled.rule
             self.of_terms = Microbatch(self.shape, self.sequences, None, ones, rule, unscaled, scored=self.scored)
-        self.in_term = True
+        self.in_term = self.ledger.beside_terms = True
         try:
             # Asked for as the gradient of parameters, so that it is returned (as None) instead of accumulated
             torch.autograd.grad(term, self.in_graph, retain_graph=True, allow_unused=True)

@@ -29,6 +29,7 @@ _SETTINGS = (
     "steps_per_generation",
     "num_iterations",
     "num_generations",
+    "group_microbatches",
 )
 
 
@@ -72,6 +73,7 @@ def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None, needed: Se
             _warn(trainer, "an earlier version of isopo_trl saved it, without them")
         return False
     inside = saved["microbatches"] % (saved["steps_per_generation"] * saved["num_iterations"])
+    saved = {"group_microbatches": False, **saved}  # early checkpoints do not have it
     others = [name for name in own if name != "microbatches" and saved.get(name) != own[name]]
     changed = ", ".join(f"{name}={saved.get(name)} to {own[name]}" for name in others)
     if changed:

@@ -20,7 +20,15 @@ from trl import GRPOTrainer
 from . import checkpoints, liger, model_card, reference, resuming, reward_functions, trl_seam
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
-from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
+from .generation import (
+    PROMPT_NUMBERS,
+    Turns,
+    behaviour_logps,
+    is_fresh,
+    note_origin,
+    note_prompts,
+    samples_at_temperature,
+)
 from .isopo import ISOPO
 from .kl_reward import KLReward
 from .terms import Derivative, Terms
@@ -232,6 +240,8 @@ class ISOPOTrainer(GRPOTrainer):
                 attention_mask=batch.attention_mask,
                 completion_mask=batch.completion_mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
+                prompts=batch.get(PROMPT_NUMBERS),
+                signs=sign.detach(),
             )
         trl_loss = partial(super()._compute_loss, model)
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, self.terms.needs_behaviour)
@@ -283,6 +293,11 @@ class ISOPOTrainer(GRPOTrainer):
 
     # Generation: no old policy but the sampler's; the KL, if any, in the reward
 
+    def _prepare_inputs(self, generation_batch):
+        group: Any = self.args.num_generations
+        with trl_seam.shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
+            return super()._prepare_inputs(generation_batch)
+
     def _generate_and_score_completions(self, inputs):
         needs_behaviour, training = self._needs_behaviour, self.model.training
         policy = self.accelerator.unwrap_model(self.model)
@@ -302,6 +317,8 @@ class ISOPOTrainer(GRPOTrainer):
         single_turn = turns if needs_behaviour and by_transformers else None
         with listening, trl_seam.generation(self, single_turn=single_turn, generated=generated):
             batch = super()._generate_and_score_completions(inputs)
+        if training and self.isopo.rule.needs.ntk:
+            note_prompts(batch, self.accelerator.process_index, self.num_generations)
         if needs_behaviour:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
         return batch

@@ -464,6 +464,55 @@ def generation(
         yield
 
 
+# Microbatches of a generation
+
+
+_SHUFFLE = "shuffle_sequence_dict"  # by which TRL mixes the sequences of a generation before it cuts them up
+_grpo_trainer = require("trl.trainer.grpo_trainer")
+_shuffle = require(f"trl.trainer.grpo_trainer.{_SHUFFLE}", "seq_dict")
+require("trl.GRPOTrainer._prepare_inputs", "generation_batch", mentions=(_SHUFFLE, "split_tensor_dict"))
+
+
+@contextmanager
+def shuffled_by_group(size: int) -> Iterator[None]:
+    """
+    Context for TRL's `_prepare_inputs`, in which the sequences of a generation are shuffled by groups: `size` that
+    follow each other, the completions of one prompt, stay side by side. As much is drawn from the random stream as
+    without.
+    """
+
+    def stand_in(batch: dict[str, Any]) -> dict[str, Any]:
+        count = len(next(value for value in batch.values() if value is not None))
+        if count % size:
+            raise RuntimeError(
+                f"A generation has {count} sequences on this rank, which is no multiple of num_generations={size}: "
+                "set group_microbatches=False, or let every rank have whole groups."
+            )
+        order = side_by_side(_shuffle({"order": list(range(count))})["order"], size)
+        return {name: _in_order(value, order) for name, value in batch.items()}
+
+    with borrowed(_grpo_trainer, **{_SHUFFLE: stand_in}):
+        yield
+
+
+def side_by_side(order: list[int], size: int) -> list[int]:
+    """
+    An order of sequences in which those of a group, `size` numbers that follow each other, are moved up to its first.
+    All orders of the groups are as likely as each other if the sequences' are.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    for number in order:
+        groups[number // size].append(number)
+    return [number for group in groups.values() for number in group]
+
+
+def _in_order(value: Any, order: list[int]) -> Any:
+    """What a batch holds per sequence, tensors and lists, in another order; the rest as it is."""
+    if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        return value
+    return value[torch.tensor(order)] if isinstance(value, torch.Tensor) else [value[number] for number in order]
+
+
 # Resuming
 
 

@@ -97,6 +97,7 @@ INVALID = {
     "kpo_gain": [*NUMBERS, 0.0, 1.5],
     "kpo_initial_variance": [*NUMBERS, None],
     "kpo_process_noise": [*NUMBERS, None],
+    "group_microbatches": ["yes", 1, None],
     "kpo_stop_gradient": ["yes", 1, None],
     "kl_in_reward": ["yes", 1, None],
     "beta": [*NUMBERS, None, 1e39],

@@ -42,13 +42,14 @@ KEEP_SMALL = constant(1 << _VARIANT.index("keep small"))
 PAPER = constant(1 << _VARIANT.index("paper"))
 
 # Places of the rule's numbers
-_SETTINGS = ("p", "q", "r", "lambda", "unscale", "factor")
+_SETTINGS = ("p", "q", "r", "lambda", "unscale", "factor", "layers")
 AT_P = constant(_SETTINGS.index("p"))
 AT_Q = constant(_SETTINGS.index("q"))
 AT_R = constant(_SETTINGS.index("r"))
 AT_LAMBDA = constant(_SETTINGS.index("lambda"))
 AT_UNSCALE = constant(_SETTINGS.index("unscale"))
 AT_FACTOR = constant(_SETTINGS.index("factor"))
+AT_LAYERS = constant(_SETTINGS.index("layers"))
 
 # Places in a layer's row of the history
 HISTORY_COLUMNS = constant(len(HISTORY))
@@ -89,10 +90,10 @@ def variant_of(rule: Rule) -> int:
 
 
 @lru_cache(maxsize=256)
-def _settings(rule: Rule, loss_scale: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The rule's numbers, in the order of `_SETTINGS`: the last two undo, and carry, the loss's constant."""
+def _settings(rule: Rule, loss_scale: float, layers: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The rule's numbers, in the order of `_SETTINGS`: `unscale` and `factor` undo, and carry, the loss's constant."""
     form = _form_of(rule)
-    numbers = (*form.exponents, form.regularization, 1 / loss_scale, loss_scale**rule.degree)
+    numbers = (*form.exponents, form.regularization, 1 / loss_scale, loss_scale**rule.degree, layers)
     return torch.tensor(numbers, device=device, dtype=dtype)
 
 
@@ -120,7 +121,8 @@ class KernelLedger:
         self.variant = variant_of(ledger.rule)
         advantages = ledger.advantages
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
-        settings = _settings(ledger.rule, ledger.loss_scale, advantages.device, advantages.dtype)
+        layers = len(ledger.table)
+        settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
         self.tensors = (self.counter, ledger.table, advantages, ledger.history, settings)
 
 
@@ -291,7 +293,7 @@ def _interacting(
     ACC: tl.constexpr,
 ):
     """
-    The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table.
+    The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table, and the kernel behind the table.
 
     Elimination without pivots, which the matrix `K / c0 + I` does not need: it is positive definite and its smallest
     eigenvalue is 1.
@@ -325,6 +327,8 @@ def _interacting(
     solution = tl.where(keep, solution / tl.sum(tl.where(diagonal, matrix, 0.0), 1), 0.0)
     if VARIANT & PAPER:
         solution = solution / unit * tl.load(settings + AT_FACTOR)
+    kernels = table + tl.load(settings + AT_LAYERS).to(tl.int64) * TABLE_ROWS * m + index * m * m
+    tl.store(kernels + s[:, None] * m + s[None, :], ntk, mask=present[:, None] & present[None, :])
     table += index * TABLE_ROWS * m
     tl.store(table + s, solution, mask=present)
     tl.store(table + ROW_FISHER * m + s, tl.zeros((BM,), tl.float64), mask=present)

@@ -22,27 +22,42 @@ class Ledger:
         history (`torch.Tensor`): `[L, 6]`, the running means of each layer, in the order of `HISTORY`: those of the
             [`Expectations`], and 1 where there are any.
         loss_scale (`float`): constant that the loss carries.
+        prompts (`torch.Tensor`, *optional*): `[m]`, number of each sequence's prompt, for figures alone.
+        signs (`torch.Tensor`, *optional*): `[m]`, signs that the loss contains, likewise.
+        beside_terms (`bool`): whether the gradient holds more than the rescaled one.
         table (`torch.Tensor`): `[L, 5, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
+        ntk (`torch.Tensor`, *optional*): `[L, m, m]`, the kernel of each layer, in any unit, if the rule needs it.
     """
 
     rule: Rule
     advantages: torch.Tensor
     history: torch.Tensor
     loss_scale: float = 1.0
+    prompts: torch.Tensor | None = None
+    signs: torch.Tensor | None = None
+    beside_terms: bool = False
     table: torch.Tensor = field(init=False)
+    ntk: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self):
         layers, m = len(self.history), len(self.advantages)
-        self.table = self.advantages.new_zeros(layers, len(Coefficients._fields), m)
+        rows = len(Coefficients._fields)
+        # One behind the other, so that a kernel that is given the table finds both
+        both = self.advantages.new_zeros(layers * (rows + m * self.rule.needs.ntk) * m)
+        self.table = both[: layers * rows * m].view(layers, rows, m)
+        if self.rule.needs.ntk:
+            self.ntk = both[layers * rows * m :].view(layers, m, m)
         self._nothing = self.advantages.new_zeros(m)
         if not any(self.rule.needs):
             self.table[:, 0] = self.advantages
 
-    def record(self, index: int | slice, result: Coefficients) -> None:
-        """Enter the coefficients of layer `index`, or of several layers, in one operation."""
+    def record(self, index: int | slice, result: Coefficients, ntk: torch.Tensor | None = None) -> None:
+        """Enter the coefficients of layer `index`, or of several layers, and the kernel that they are made of."""
         nothing = self._nothing
         rows = [(nothing if x is None else x.to(nothing.dtype)).expand_as(result.c) for x in result]
         torch.stack(rows, dim=-2, out=self.table[index])
+        if self.ntk is not None and ntk is not None:
+            self.ntk[index] = ntk
 
 
 def expectations_of(history: torch.Tensor) -> Expectations:

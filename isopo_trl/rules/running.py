@@ -1,5 +1,6 @@
 """Running means of the statistics, per layer, and the figures that are reported of a step."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 
 from ..geometry.guarded import alive_sequences, ratio
 from ..geometry.statistics import scalar_dtype
+from .diagnostics import Diagnostics
 from .ledger import HISTORY, Ledger, expectations_of
 from .rule import Expectations, Rule
 
@@ -33,18 +35,20 @@ class RunningStatistics:
         decay (`float`): weight of the past, 0.9 in the paper.
         rule ([`Rule`]): the rule.
         device (`torch.device`): where the statistics live.
+        parts (`list[str]`, *optional*): what part of the model each layer is, for [`Diagnostics`].
 
     Attributes:
         proportions (`list[float]`): of the step that was closed last, each layer's largest multiplier in units of the
             layer's mean one; 0 for a rule in which sequences look at each other.
     """
 
-    def __init__(self, layers: int, decay: float, rule: Rule, device: torch.device):
+    def __init__(self, layers: int, decay: float, rule: Rule, device: torch.device, parts: list[str] | None = None):
         self.decay = decay
         self.rule = rule
         self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
         self.known = [False] * layers
         self.proportions = [0.0] * layers
+        self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
         self._refresh()
         self._start_step()
 
@@ -54,6 +58,7 @@ class RunningStatistics:
         self._factor = 1.0  # that multipliers carry for the loss's constant
         self._noise = self.mean.new_zeros(len(self.mean))  # gradients that are there but do not count
         self._broken = self.mean.new_zeros(1)
+        self._diagnostics.start_step()
 
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
         """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
@@ -89,6 +94,7 @@ class RunningStatistics:
         self._extremes = torch.maximum(self._extremes, extremes.amax(2))
         self._noise = self._noise + noise.sum(-1)
         self._broken = self._broken + broken.any(0).sum()
+        self._diagnostics.add(ledger, alive)
 
     def step(self, grad_norm: torch.Tensor | None = None) -> dict[str, float]:
         """
@@ -100,13 +106,16 @@ class RunningStatistics:
         Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`;
         `effective_sequences`: participation ratio `(sum |c|)^2 / sum c^2`, mean over layers; `fisher_norm`,
         `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
-        number of sequences with a non-finite statistic or coefficient somewhere; `grad_norm`, if it was given.
+        number of sequences with a non-finite statistic or coefficient somewhere; `grad_norm`, if it was given; and
+        those of [`Diagnostics`] that are defined.
         """
-        totals = torch.cat([self._sums.flatten(), self._noise, self._broken])
+        diagnostics, ranks = self._diagnostics, 1
+        totals = torch.cat([self._sums.flatten(), self._noise, self._broken, diagnostics.sums])
         if dist.is_available() and dist.is_initialized():
+            ranks = dist.get_world_size()
             dist.all_reduce(totals)
             dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
-        sums, noise, broken = totals.split([self._sums.numel(), len(self._noise), 1])
+        sums, noise, broken, others = totals.split([self._sums.numel(), len(self._noise), 1, len(diagnostics.sums)])
         sums, broken = sums.view_as(self._sums), broken[0]
         count = sums[:, _COUNT]
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
@@ -117,6 +126,8 @@ class RunningStatistics:
         figures = self._figures(sums, broken)
         if grad_norm is not None:
             figures["grad_norm"] = grad_norm.detach().to(self.mean)
+        optional = diagnostics.figures(others, grad_norm, ranks)
+        figures |= optional
         # The one transfer to the host
         values = torch.cat([torch.stack(list(figures.values())), count, lost, self._proportions()]).tolist()
         rows = len(count)
@@ -124,7 +135,8 @@ class RunningStatistics:
         self.known = [number > 0 or (k and not f) for k, number, f in zip(self.known, seen, forget, strict=True)]
         self._refresh()
         self._start_step()
-        return dict(zip(figures, values, strict=False))
+        named = dict(zip(figures, values, strict=False))
+        return {name: x for name, x in named.items() if name not in optional or not math.isnan(x)}
 
     def _figures(self, sums: torch.Tensor, broken: torch.Tensor) -> dict[str, torch.Tensor]:
         fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
@@ -164,9 +176,11 @@ class RunningStatistics:
         self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean.cpu(), "known": self.known}
+        return {"mean": self.mean.cpu(), "known": self.known, "moments": self._diagnostics.moments.cpu()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean = state["mean"].to(self.mean)
         self.known = list(state["known"])
+        if "moments" in state:  # early checkpoints have none
+            self._diagnostics.moments = state["moments"].to(self.mean)
         self._refresh()

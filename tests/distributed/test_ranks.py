@@ -16,7 +16,8 @@ pytestmark = pytest.mark.distributed
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
 RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslora"]
 RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
-RUNS += ["resumed-fisher-full", "overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
+RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
+RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
 
@@ -87,6 +88,16 @@ def test_ranks_that_resume_inside_a_generation_end_with_the_weights_of_an_unbrok
     for name, expected in first["whole"].items():
         assert torch.equal(first["weights"][name], expected), name
         assert torch.equal(second["weights"][name], expected), name
+
+
+def test_the_completions_of_a_prompt_are_one_microbatch_of_one_rank(results):
+    two = ranks(results, "grouped-interacting-full")
+    for result in two:
+        assert result["generated"] == [8, 8] and len(result["prompts"]) == 3
+        for microbatch in result["prompts"]:
+            assert len(microbatch) == 4 and len(set(microbatch)) == 1, "a group is cut"
+    everywhere = [microbatch[0] for result in two for microbatch in result["prompts"]]
+    assert len(set(everywhere)) == len(everywhere)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("overflow")])

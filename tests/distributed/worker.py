@@ -1,13 +1,14 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
-worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, overflow,
-overflow2, overflow3, overflowfsdp, and the weights full, lora or dora, or those of a mixture of experts, experts or
-expertslora
+worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
+overflow, overflow2, overflow3, overflowfsdp, and the weights full, lora or dora, or those of a mixture of experts,
+experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
-`resumed` generates, uses completions twice, and goes on from a checkpoint in between.
+`resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
+microbatches at a time, with `group_microbatches`.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -58,6 +59,7 @@ class ByHand(ISOPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         inputs = microbatch(self._step * WORLD + RANK).for_trl()
+        inputs["prompt_numbers"] = torch.tensor([0, 0, 1, 1])
         return {name: value.to(self.accelerator.device) for name, value in inputs.items()}
 
 
@@ -129,6 +131,24 @@ def resumed(output, rule, weights):
     return {"weights": full_weights(run.model), "whole": full_weights(whole.model)}
 
 
+def grouped(output, rule, weights):
+    """The prompts of the sequences in each microbatch of this rank, and the numbers of generated sequences."""
+    prompts, generated = [], []
+
+    class Watched(ISOPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            generated.append(len(inputs))
+            return super()._generate_and_score_completions(inputs)
+
+        def _compute_loss(self, model, inputs):
+            rows = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+            prompts.append([tuple(ids[mask != 0].tolist()) for ids, mask in rows])
+            return super()._compute_loss(model, inputs)
+
+    trainer(output, rule, weights, kind=Watched, group_microbatches=True, steps_per_generation=2).train()
+    return {"prompts": prompts, "generated": generated}
+
+
 class Keep(TrainerCallback):
     """Keeps the weights as they are after the first step."""
 
@@ -188,6 +208,8 @@ def loop(output, rule, weights, shard):
 def run(output, mode, rule, weights):
     if mode == "resumed":
         return resumed(output, rule, weights)
+    if mode == "grouped":
+        return grouped(output, rule, weights)
     if mode.startswith("overflow"):
         return overflow(output, rule, weights, mode.removeprefix("overflow"))
     if mode in ("trainer", "zero2", "zero3"):

@@ -18,6 +18,7 @@ from isopo_trl.kernels import elementwise, linear, v
 from isopo_trl.kernels.coefficients import KernelLedger
 from isopo_trl.kernels.launch import ENABLED, INTERPRET
 from isopo_trl.rules import Coefficients, make_rule
+from isopo_trl.rules.ledger import Ledger
 from isopo_trl.rules.running import EXPECTATIONS, RunningStatistics
 
 
@@ -113,11 +114,13 @@ class Run:
     ledger: KernelLedger
     index: int
     loss_scale: float
+    book: Ledger
 
     @classmethod
     def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0):
         running = running_with_history(rule)
-        return cls(running, KernelLedger(running.open(given.advantages, loss_scale)), index, loss_scale)
+        ledger = running.open(given.advantages, loss_scale)
+        return cls(running, KernelLedger(ledger), index, loss_scale, ledger)
 
     def plain(self, statistics):
         history = self.running.expectations(self.index)
@@ -140,6 +143,9 @@ class Run:
             mine, theirs = mine[whole], theirs[whole]
             close(mine, theirs, tolerance, name)
             assert torch.equal(mine == 0, theirs == 0), name
+        if self.book.ntk is not None:
+            assert not self.book.ntk[others].any()
+            close(self.book.ntk[self.index] * self.loss_scale**2, statistics.ntk, tolerance, "ntk")
         # The kernels' counters are ready for the next layer
         assert not self.ledger.counter.any()
         return expected

@@ -152,7 +152,7 @@ def test_sequences_without_a_gradient_and_broken_ones_are_told_apart_as_in_plain
     vector = Run.of(given, rule, *WHERE[1 - place])
     check_elementwise(given, vector)
     for one in (run, vector):
-        one.running.add(one.ledger, [layer == one.index for layer in range(LAYERS)])
+        one.running.add(one.book, [layer == one.index for layer in range(LAYERS)])
         broken = one.running.step()["broken_sequences"]
         if "NaN" not in situation and "infinity" not in situation:
             assert broken == 0
