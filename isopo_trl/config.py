@@ -11,6 +11,7 @@ from .isopo import check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings import check_fields, checked, shown
+from .step_control import REFUSED
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 
@@ -131,6 +132,18 @@ class ISOPOConfig(GRPOConfig):
             backward pass of its own. Costs a forward pass of the reference model per generation, as in the loss, and
             one of the policy where the sampler does not return its log-probabilities, or draws at another temperature
             or truncated.
+        target_kl (`float`, *optional*):
+            KL divergence, in nats per completion token, by which one optimizer step is to move the policy on the data
+            it was computed from. The learning rate is then found while training: `learning_rate` is where the search
+            starts, and a schedule multiplies the target instead. A step that goes too far is shortened before anything
+            else happens. Needs a copy of the trained weights. If `None`, the learning rate is what it is.
+        log_step_kl (`bool`, *optional*, defaults to `False`):
+            Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
+        step_kl_share (`float`, *optional*, defaults to `1/32`):
+            Share of an optimizer step's sequences by which it is measured, in (0, 1], and at least one on each rank.
+            They are scored once before and once after the step.
+        target_kl_offload (`bool`, *optional*, defaults to `False`):
+            Whether to keep the copy of the weights that `target_kl` needs in the memory of the host.
 
     > [!NOTE]
     > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -220,6 +233,24 @@ class ISOPOConfig(GRPOConfig):
         },
     )
 
+    target_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy. "
+            "The learning rate is then found while training, starting from `learning_rate`."
+        },
+    )
+    log_step_kl: bool = field(
+        default=False, metadata={"help": "Whether to measure each step's KL divergence where it has no target."}
+    )
+    step_kl_share: float = field(
+        default=1 / 32, metadata={"help": "Share of an optimizer step's sequences by which it is measured, in (0, 1]."}
+    )
+    target_kl_offload: bool = field(
+        default=False,
+        metadata={"help": "Whether to keep the copy of the weights that `target_kl` needs in the host's memory."},
+    )
+
     def __post_init__(self):
         self._check_types()
         weighting = WEIGHTINGS.get(self.token_weights or "none")  # one that is unknown is refused below
@@ -260,6 +291,11 @@ class ISOPOConfig(GRPOConfig):
         given = {name: getattr(self, name) for name in fields}
         return make_rule(self.rule, **{name: x for name, x in given.items() if x != fields[name].default})
 
+    @property
+    def measures_steps(self) -> bool:
+        """Whether the KL divergence of each optimizer step is measured."""
+        return self.target_kl is not None or self.log_step_kl
+
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""
         defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
@@ -267,6 +303,7 @@ class ISOPOConfig(GRPOConfig):
         return [f"{name}={getattr(self, name)}" for name in settings if getattr(self, name) != defaults[name]]
 
     def _refusals(self) -> list[tuple[bool, str]]:
+        optimizer = str(getattr(self.optim, "value", self.optim))
         return [
             (
                 not 0 <= self.beta < _LARGEST,
@@ -290,6 +327,27 @@ class ISOPOConfig(GRPOConfig):
                 self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold),
                 "off_policy_mask_threshold=nan would drop every sequence with a negative advantage: give a number, or "
                 "leave the threshold unset.",
+            ),
+            (
+                self.target_kl is not None and not 0 < self.target_kl < math.inf,
+                f"target_kl={self.target_kl} is the KL divergence of one optimizer step, in nats per token: give a "
+                "positive number, 0.001 for example, or None.",
+            ),
+            (
+                not 0 < self.step_kl_share <= 1,
+                f"step_kl_share={self.step_kl_share} is the share of a step's sequences by which it is measured: give "
+                "a number in (0, 1].",
+            ),
+            (
+                self.target_kl is not None and self.learning_rate == 0,
+                f"target_kl={self.target_kl} multiplies the learning rate, which is 0: give learning_rate a number to "
+                "start from, 1e-6 for example.",
+            ),
+            (
+                self.target_kl is not None and optimizer in REFUSED,
+                f"target_kl={self.target_kl} does not work with optim={optimizer!r}: "
+                f"{REFUSED.get(optimizer)}. Take another optimizer, such as 'adamw_torch_fused', or leave target_kl "
+                "out.",
             ),
             (
                 bool(self.torch_compile),

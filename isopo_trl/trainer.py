@@ -23,6 +23,7 @@ from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
 from .isopo import ISOPO
 from .kl_reward import KLReward
+from .step_control import StepControl
 from .terms import Derivative, Terms
 from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
 
@@ -150,6 +151,16 @@ class ISOPOTrainer(GRPOTrainer):
         for warning in self.weighting.warnings():
             logger.warning(warning)
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
+        self.step_control: StepControl | None = None
+        if args.measures_steps:
+            if self.is_deepspeed_enabled:
+                raise ValueError(
+                    f"{', '.join(args.given('target_kl', 'log_step_kl'))} is not supported under DeepSpeed, which "
+                    "makes its step inside the backward pass, on copies of the weights that cannot be moved from "
+                    "outside: use DDP or FSDP2, or leave it out."
+                )
+            self.step_control = StepControl(self)
+            self.add_callback(self.step_control)
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
@@ -157,6 +168,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.weighting.reset()
+        if self.step_control is not None:
+            self.step_control.reset()
         checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             self._load_state(checkpoint)
@@ -236,6 +249,8 @@ class ISOPOTrainer(GRPOTrainer):
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         with caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
+        if train and self.step_control is not None:
+            self.step_control.kl.note(batch)
         terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
         # Here, where TRL has waited for the device already
         counts = torch.stack([forward.broken, *(~derivative.vanishes for derivative in terms.derivatives)])
@@ -341,6 +356,8 @@ class ISOPOTrainer(GRPOTrainer):
                 "position": resuming.position(self),
                 "optimizer_steps": self._optimizer_steps,
             }
+            if self.step_control is not None:
+                state["step_control"] = self.step_control.state_dict()
             torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
         super()._save_checkpoint(model, trial)
 
@@ -370,6 +387,8 @@ class ISOPOTrainer(GRPOTrainer):
         needed = [trl_seam.REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
         if resuming.restore(self, checkpoint, state.get("position"), needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
+        if self.step_control is not None:
+            self.step_control.load_state_dict(state.get("step_control"))
         if changes:
             logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
         missing = checkpoints.missing(checkpoint)
