@@ -4,7 +4,7 @@ few of the sequences that the step was computed from.
 
 The sequences are scored twice, right before the step and right after it, in the same way: in one batch, by the same
 kernels, without dropout, and in float32 where the weights are (on GPUs, products in TF32). The log-probabilities of
-the training forward would not do: in bf16 large logits are rounded to steps of an eighth, and two passes over different
+the training forward would not do: in bf16 large logits are rounded to steps of an eighth, and passes over different
 batches differ by more than a small step does. What is compared at each position is
 
 - the distribution over the vocabulary, where those of all positions fit into `LARGEST_DISTRIBUTIONS`: the divergence

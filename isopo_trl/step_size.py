@@ -21,6 +21,8 @@ from typing import Any
 # Standard deviations, in nats of log kl: of the level's change from one step to the next, and of one batch's kl
 DRIFT = 0.3
 SCATTER = 0.5
+# Standard deviations by which a measurement may be off before the level is taken to have jumped
+LARGEST_SURPRISE = 3.0
 # By how much the rate may change from one step to the next, up or down
 LARGEST_CHANGE = 4.0
 # A step is too long from this multiple of the target on
@@ -85,9 +87,11 @@ class StepSize:
         if self.level is None:
             self.level, self.variance = observed, noise
         else:
-            variance = self.variance + DRIFT**2
+            surprise = observed - self.level
+            # A level that has jumped is one that was less certain than it seemed
+            variance = max(self.variance + DRIFT**2, (surprise / LARGEST_SURPRISE) ** 2 - noise)
             gain = variance / (variance + noise)
-            self.level += gain * (observed - self.level)
+            self.level += gain * surprise
             self.variance = (1 - gain) * variance
         wanted = (math.log(self.target) - self.level) / 2
         most = math.log(LARGEST_CHANGE)

@@ -1,0 +1,90 @@
+"""A step is taken back along itself, whichever optimizer made it."""
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from isopo_trl.kept_weights import KeptWeights
+from isopo_trl.step_control import REFUSED
+
+
+# What an optimizer of transformers needs that is not installed everywhere
+NEEDS = {
+    "bitsandbytes": ("bnb", "8bit", "32bit", "ademamix"),
+    "torchao": ("torch_4bit", "torch_8bit", "anyprecision"),
+    "galore_torch": ("galore",),
+    "apollo_torch": ("apollo",),
+    "grokadamw": ("grokadamw",),
+    "optimi": ("stable_adamw",),
+    "torch_xla": ("xla",),
+    "torch_npu": ("npu",),
+}
+
+
+def is_installable(name: str) -> bool:
+    wanted = next((package for package, parts in NEEDS.items() if any(part in name for part in parts)), None)
+    return wanted is None or importlib.util.find_spec(wanted) is not None
+
+
+NAMES = [name.value for name in OptimizerNames if name.value not in REFUSED and is_installable(name.value)]
+
+
+def stepped(name, dtype, folder):
+    """Weights before and after the second step of an optimizer, of which the last was kept."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in ((4, 6), (5,))]
+    optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(
+        TrainingArguments(str(folder), optim=name, learning_rate=0.1, weight_decay=0.1, use_cpu=True)
+    )
+    optimizer = optimizer_class(weights, **settings)
+    kept = KeptWeights(weights)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator).to(dtype)
+        before = [weight.detach().clone() for weight in weights]
+        kept.keep()
+        optimizer.step()
+    after = [weight.detach().clone() for weight in weights]
+    return weights, kept, before, after
+
+
+def test_the_usual_optimizers_are_among_those_tried():
+    assert {"adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop"} <= set(NAMES)
+    assert set(REFUSED) <= {name.value for name in OptimizerNames}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_the_step_is_kept(name, tmp_path):
+    weights, kept, before, after = stepped(name, torch.float64, tmp_path)
+    for share in (0.5, 0.01, 0.3):  # one after the other, also back towards the whole
+        kept.move(share)
+        for weight, start, end in zip(weights, before, after, strict=True):
+            assert not torch.equal(start, end)
+            torch.testing.assert_close(weight.detach(), start + share * (end - start), rtol=1e-13, atol=1e-13)
+    kept.move(0.0)
+    assert all(torch.equal(weight.detach(), start) for weight, start in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_share_is_rounded_once_in_the_type_of_the_weights(dtype, tmp_path):
+    weights, kept, before, after = stepped("adamw_torch", dtype, tmp_path)
+    kept.move(0.25)
+    for weight, start, end in zip(weights, before, after, strict=True):
+        exact = start.double() + 0.25 * (end.double() - start.double())
+        torch.testing.assert_close(weight.detach().double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_weights_that_were_destroyed_come_back():
+    weight = torch.ones(3, requires_grad=True)
+    kept = KeptWeights([weight])
+    kept.keep()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    kept.move(0.1)
+    assert weight.isnan().all()
+    kept.move(0.0)
+    assert torch.equal(weight.detach(), torch.ones(3))
+    assert kept.bytes == 12
