@@ -22,6 +22,7 @@ SHORT = {
     "lora": "lora",
     "grouped": "grouped",
     "task": "task",
+    "target_kl": "target",
 }
 
 
