@@ -23,6 +23,7 @@ SHORT = {
     "grouped": "grouped",
     "task": "task",
     "target_kl": "target",
+    "step_kl_share": "share",
 }
 
 
