@@ -23,6 +23,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from . import trl_seam
 from .step_size import Measurement
@@ -141,7 +142,12 @@ class StepKL:
     def _scores(self) -> list[torch.Tensor]:
         score = trl_seam.log_distributions if self._whole else trl_seam.batch_logps
         with torch.no_grad(), evaluating(self._trainer.model), in_float32(self._trainer):
-            return [score(self._trainer, batch) for batch in self._batches]
+            scores = [score(self._trainer, batch) for batch in self._batches]
+        # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
+        for module in self._trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return scores
 
 
 @contextmanager
