@@ -6,6 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from .behaviour import DEFAULT
 from .bounds import check_bounds
 from .isopo import check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
@@ -142,6 +143,11 @@ class ISOPOConfig(GRPOConfig):
         step_kl_share (`float`, *optional*, defaults to `1/32`):
             Share of an optimizer step's sequences by which it is measured, in (0, 1], and at least one on each rank.
             They are scored once before and once after the step.
+        behaviour_kl (`float`, *optional*):
+            Bound on the KL divergence of the policy from the one that drew the data, in nats per token, where
+            completions serve for more than one optimizer step. When the next step would go beyond it, completions of
+            the same prompts are generated anew, earlier than `steps_per_generation` and `num_iterations` say. If
+            `None`, 16 times `target_kl`, as far as four steps go in one direction; without `target_kl` there is none.
         target_kl_offload (`bool`, *optional*, defaults to `False`):
             Whether to keep the copy of the weights that `target_kl` needs in the memory of the host.
 
@@ -246,6 +252,13 @@ class ISOPOConfig(GRPOConfig):
     step_kl_share: float = field(
         default=1 / 32, metadata={"help": "Share of an optimizer step's sequences by which it is measured, in (0, 1]."}
     )
+    behaviour_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bound on the KL divergence from the policy that drew the data, in nats per token: beyond it, "
+            "completions are generated anew. If `None`, 16 times `target_kl`, if that is given."
+        },
+    )
     target_kl_offload: bool = field(
         default=False,
         metadata={"help": "Whether to keep the copy of the weights that `target_kl` needs in the host's memory."},
@@ -294,7 +307,16 @@ class ISOPOConfig(GRPOConfig):
     @property
     def measures_steps(self) -> bool:
         """Whether the KL divergence of each optimizer step is measured."""
-        return self.target_kl is not None or self.log_step_kl
+        return self.target_kl is not None or self.behaviour_kl is not None or self.log_step_kl
+
+    @property
+    def drift_bound(self) -> float | None:
+        """Bound on the divergence from the behaviour policy; `None` if there is none, or data is used but once."""
+        every = (self.steps_per_generation or 1) * self.num_iterations  # microbatches for which a generation serves
+        if self.gradient_accumulation_steps % every == 0:
+            return None
+        derived = None if self.target_kl is None else DEFAULT * self.target_kl
+        return derived if self.behaviour_kl is None else self.behaviour_kl
 
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""
@@ -332,6 +354,11 @@ class ISOPOConfig(GRPOConfig):
                 self.target_kl is not None and not 0 < self.target_kl < math.inf,
                 f"target_kl={self.target_kl} is the KL divergence of one optimizer step, in nats per token: give a "
                 "positive number, 0.001 for example, or None.",
+            ),
+            (
+                self.behaviour_kl is not None and not 0 < self.behaviour_kl,
+                f"behaviour_kl={self.behaviour_kl} is a bound on the KL divergence from the policy that drew the "
+                "data, in nats per token: give a positive number, or None.",
             ),
             (
                 not 0 < self.step_kl_share <= 1,

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from . import trl_seam
+from .behaviour import BehaviourBound
 from .kept_weights import KeptWeights, local
 from .step_kl import StepKL
 from .step_size import Measurement, StepSize, is_too_long, shortened
@@ -40,6 +41,7 @@ class StepControl(TrainerCallback):
         args = trainer.args
         self.kl = StepKL(trainer, args.step_kl_share)
         self.size = None if args.target_kl is None else StepSize(args.target_kl)
+        self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
         self._offload = args.target_kl_offload
         self._kept: KeptWeights | None = None
         self._rates: list[Any] = []  # the optimizer's learning rates as the schedule has them
@@ -48,6 +50,8 @@ class StepControl(TrainerCallback):
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
         self.kl.forget()
+        if self.behaviour is not None:
+            self.behaviour.forget()
         self._kept = None
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
@@ -70,17 +74,22 @@ class StepControl(TrainerCallback):
             group["lr"] = rate * factor
 
     def on_optimizer_step(self, args, state, control, **kwargs):
+        made = 0.0
         if self.size is None:
             measurement = self.kl.measure()
             self._log(measurement)
+            made = measurement.kl
         else:
             for group, rate in zip(self._groups(), self._rates, strict=True):
                 group["lr"] = rate
             if self._schedule > 0:
-                self._control(self.size)
+                made = self._control(self.size)
         self.kl.forget()
+        if self.behaviour is not None:
+            self._log_figures(self.behaviour.close(made))
 
-    def _control(self, size: StepSize) -> None:
+    def _control(self, size: StepSize) -> float:
+        """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
         assert self._kept is not None
         target, rate = size.target * self._schedule, size.rate
         measurement, kept = self.kl.measure(), 1.0
@@ -105,6 +114,7 @@ class StepControl(TrainerCallback):
                 "target. Each was taken back, so that the weights are as they were before. Look for a batch or a "
                 "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
             )
+        return measurement.kl if kept else 0.0
 
     def _measured_at(self, share: float) -> Measurement:
         assert self._kept is not None
@@ -112,8 +122,10 @@ class StepControl(TrainerCallback):
         return self.kl.measure()
 
     def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
-        own = {"kl": measurement.kl, "kl_stderr": measurement.stderr, **(figures or {})}
-        trl_seam.log(self._trainer, "train", {f"step/{name}": value for name, value in own.items()})
+        self._log_figures({"kl": measurement.kl, "kl_stderr": measurement.stderr, **(figures or {})})
+
+    def _log_figures(self, figures: dict[str, float]) -> None:
+        trl_seam.log(self._trainer, "train", {f"step/{name}": value for name, value in figures.items()})
 
     # The optimizer
 
@@ -132,9 +144,13 @@ class StepControl(TrainerCallback):
 
     # State
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return None if self.size is None else self.size.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {} if self.size is None else {"size": self.size.state_dict()}
+        return state if self.behaviour is None else {**state, "floor": self.behaviour.floor}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        if self.size is not None and state is not None:
-            self.size.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What other settings have saved, or an earlier version has not, begins anew."""
+        if self.size is not None and "size" in state:
+            self.size.load_state_dict(state["size"])
+        if self.behaviour is not None and "floor" in state:
+            self.behaviour.floor = state["floor"]

@@ -1,8 +1,8 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, overflow,
-overflow2, overflow3, overflowfsdp, target, targetfsdp, and the weights full, lora or dora, or those of a mixture of experts, experts or
-expertslora
+overflow2, overflow3, overflowfsdp, target, targetfsdp, and the weights full, lora or dora, or those of a mixture of
+experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
