@@ -140,7 +140,7 @@ class ISOPOConfig(GRPOConfig):
             else happens. Needs a copy of the trained weights. If `None`, the learning rate is what it is.
         log_step_kl (`bool`, *optional*, defaults to `False`):
             Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
-        step_kl_share (`float`, *optional*, defaults to `1/32`):
+        step_kl_share (`float`, *optional*, defaults to `0.03125`):
             Share of an optimizer step's sequences by which it is measured, in (0, 1], and at least one on each rank.
             They are scored once before and once after the step.
         behaviour_kl (`float`, *optional*):
@@ -250,7 +250,8 @@ class ISOPOConfig(GRPOConfig):
         default=False, metadata={"help": "Whether to measure each step's KL divergence where it has no target."}
     )
     step_kl_share: float = field(
-        default=1 / 32, metadata={"help": "Share of an optimizer step's sequences by which it is measured, in (0, 1]."}
+        default=0.03125,
+        metadata={"help": "Share of an optimizer step's sequences by which it is measured, in (0, 1]."},
     )
     behaviour_kl: float | None = field(
         default=None,

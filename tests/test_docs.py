@@ -436,6 +436,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     listed, logged = metric_names(), set()
     runs = [{"rule": rule} for rule in ("fisher", "fig4", "interacting", "none")]
     runs += [{"loss_type": loss_type} for loss_type in ("cispo", "vespo")]
+    runs += [{"target_kl": 1e-3, "num_iterations": 2}]
     for settings in [*runs, {"beta": 0.1, "kl_in_reward": True, "entropy_coef": 0.1}]:
         model = tiny.save(tmp_path / "model", "qwen3") if "beta" in settings else "qwen3"
         trainer = training.build(tmp_path, model, max_steps=1, **settings)
@@ -446,7 +447,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     trainer.train()
     logged |= trainer.state.log_history[0].keys()
     assert [name for name in logged - {"step"} if not is_listed(name, listed)] == []
-    own = {name for name in listed if name.startswith(("isopo/", "sampling/"))}
+    own = {name for name in listed if name.startswith(("isopo/", "sampling/", "step/"))}
     assert own <= logged
 
 
