@@ -5,7 +5,8 @@ than one optimizer step are then generated anew.
 The divergence KL(behaviour || policy), in nats per token, is the mean of `exp(d) - 1 - d` over the tokens that were
 drawn, with `d = log pi - log pi_behaviour` of the training forward and the sampler: no pass is made for it. Where the
 sampler computes in another precision, the two differ before the first step; that much is measured then, and is not
-counted as drift.
+counted as drift. Where the sampler tells nothing, the drift is what the measured steps since the generation come to,
+if all of them went in one direction.
 """
 
 import math
@@ -53,6 +54,7 @@ class BehaviourBound:
         self._trainer = trainer
         self.bound = bound
         self.floor = 0.0  # how far sampler and trainer are apart without a step
+        self.path = 0.0  # sum of the roots of the steps' divergences since the generation
         self.forget()
 
     def forget(self) -> None:
@@ -75,10 +77,10 @@ class BehaviourBound:
         if sums is None:
             sums = torch.zeros(2, dtype=torch.float64, device=trainer.accelerator.device)
         total, tokens = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        divergence = total / tokens if tokens else 0.0
         if self._fresh:
-            self.floor = divergence
-        drift = max(0.0, divergence - self.floor)
+            self.path, self.floor = 0.0, total / tokens if tokens else 0.0
+        drift = max(0.0, total / tokens - self.floor) if tokens else self.path**2
+        self.path += math.sqrt(max(step, 0.0))
         self.forget()
         every = trainer.args.steps_per_generation * trainer.args.num_iterations
         done = trl_seam.progress(trainer)
@@ -86,3 +88,9 @@ class BehaviourBound:
         if stopped:
             trl_seam.set_progress(trainer, done, None)
         return {"behaviour_kl": drift, "stopped_early": float(stopped)}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"floor": self.floor, "path": self.path}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.floor, self.path = state["floor"], state["path"]

@@ -147,7 +147,8 @@ class ISOPOConfig(GRPOConfig):
             Bound on the KL divergence of the policy from the one that drew the data, in nats per token, where
             completions serve for more than one optimizer step. When the next step would go beyond it, completions of
             the same prompts are generated anew, earlier than `steps_per_generation` and `num_iterations` say. If
-            `None`, 16 times `target_kl`, as far as four steps go in one direction; without `target_kl` there is none.
+            `None`, 16 times `target_kl`, as far as four steps go in one direction. Without `target_kl`, or where it is
+            infinite, there is no bound.
         target_kl_offload (`bool`, *optional*, defaults to `False`):
             Whether to keep the copy of the weights that `target_kl` needs in the memory of the host.
 
@@ -316,8 +317,10 @@ class ISOPOConfig(GRPOConfig):
         every = (self.steps_per_generation or 1) * self.num_iterations  # microbatches for which a generation serves
         if self.gradient_accumulation_steps % every == 0:
             return None
-        derived = None if self.target_kl is None else DEFAULT * self.target_kl
-        return derived if self.behaviour_kl is None else self.behaviour_kl
+        bound = self.behaviour_kl
+        if bound is None and self.target_kl is not None:
+            bound = DEFAULT * self.target_kl
+        return None if bound == math.inf else bound
 
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""

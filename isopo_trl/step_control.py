@@ -146,11 +146,11 @@ class StepControl(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {} if self.size is None else {"size": self.size.state_dict()}
-        return state if self.behaviour is None else {**state, "floor": self.behaviour.floor}
+        return state if self.behaviour is None else {**state, "behaviour": self.behaviour.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What other settings have saved, or an earlier version has not, begins anew."""
         if self.size is not None and "size" in state:
             self.size.load_state_dict(state["size"])
-        if self.behaviour is not None and "floor" in state:
-            self.behaviour.floor = state["floor"]
+        if self.behaviour is not None and "behaviour" in state:
+            self.behaviour.load_state_dict(state["behaviour"])

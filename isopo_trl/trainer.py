@@ -21,7 +21,7 @@ from . import checkpoints, liger, model_card, resuming, reward_functions, trl_se
 from .behaviour import drift_sums
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
-from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
+from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature, says_what_drew_it
 from .isopo import ISOPO
 from .kl_reward import KLReward
 from .step_control import StepControl
@@ -138,7 +138,8 @@ class ISOPOTrainer(GRPOTrainer):
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
         self.terms = Terms(self)
-        self._needs_behaviour = weighting.needs_behaviour or self.terms.needs_behaviour or args.drift_bound is not None
+        self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
+        self._needs_behaviour = self._asks_old_policy or args.drift_bound is not None
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
@@ -314,7 +315,7 @@ class ISOPOTrainer(GRPOTrainer):
                 own = own or (self.use_vllm and samples_at_temperature(self.args))
                 self.kl_reward.generated(rollout.tool_mask, rollout.logps if own else None)
             # Where the sampler says nothing of its log-probabilities, TRL computes them, once, if data will be stale
-            return needs_behaviour and training and rollout.logps is None
+            return self._asks_old_policy and training and rollout.logps is None
 
         listening = self.kl_reward.listening() if self.kl_reward is not None else nullcontext()
         single_turn = turns if needs_behaviour and by_transformers else None
@@ -464,7 +465,8 @@ class _Forward:
             self.older = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         if self._watched:
             drawn_with = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
-            self.drift = drift_sums(logps, drawn_with, mask)
+            known = is_fresh(self._batch, self._optimizer_steps) or says_what_drew_it(self._batch)
+            self.drift = drift_sums(logps, drawn_with, mask if known else torch.zeros_like(mask))
         if not self._weighting.needs_behaviour:
             self.weighted = Weighted()
             # Where old log-probabilities were asked for, it was not for a ratio in the policy's part of the loss

@@ -73,7 +73,7 @@ def test_steps_add_up_in_one_direction_at_most():
 def test_a_generation_is_used_until_its_drift_is_too_large(tmp_path):
     weights = Weights()
     options = {"callbacks": [weights]}
-    free = training.build(tmp_path, "qwen3", Counted, behaviour_kl=math.inf, options=options, **SETTINGS)
+    free = training.build(tmp_path, "qwen3", Counted, behaviour_kl=1e9, options=options, **SETTINGS)
     lines = steps(free)
     assert lines[3]["step/behaviour_kl"] == pytest.approx(
         drift(free.batches[3], weights.before[0], weights.before[3]), rel=1e-3
@@ -95,12 +95,30 @@ def test_a_generation_is_used_until_its_drift_is_too_large(tmp_path):
 
 def test_what_a_sampler_is_off_by_is_not_taken_for_drift(tmp_path):
     """Here the sampler draws at another temperature, which it tells."""
-    settings = {**SETTINGS, "behaviour_kl": math.inf, "generation_kwargs": {"temperature": 0.7}}
+    settings = {**SETTINGS, "behaviour_kl": 1e9, "generation_kwargs": {"temperature": 0.7}}
     settings |= {"learning_rate": 1e-4, "max_steps": 2}
     trainer = training.build(tmp_path, "qwen3", **settings)
     lines = steps(trainer)
     assert lines[0]["step/behaviour_kl"] == 0 and trainer.step_control.behaviour.floor > 1e-3
     assert lines[1]["step/behaviour_kl"] < 0.5 * trainer.step_control.behaviour.floor
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_where_the_sampler_tells_nothing_steps_are_taken_to_go_in_one_direction(tmp_path):
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        return {"prompt_ids": ids, "completion_ids": [[20 + n, 30, 40 + n] for n in range(len(ids))], "logprobs": None}
+
+    options = {"rollout_func": rollout}
+    trainer = training.build(tmp_path, "qwen3", behaviour_kl=1e9, options=options, **{**SETTINGS, "max_steps": 3})
+    passes = []
+    trainer.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    lines = steps(trainer)
+    assert passes.count(True) == 3 and passes.count(False) == 6  # the steps', and two each to measure them
+    path = 0.0
+    for line in lines:
+        assert line["step/behaviour_kl"] == pytest.approx(path**2)
+        path += math.sqrt(line["step/kl"])
 
 
 def test_a_run_that_stopped_early_resumes_with_the_same_numbers(tmp_path):
@@ -127,6 +145,7 @@ def test_the_bound_is_derived_from_the_target_and_is_there_for_stale_data_alone(
     assert bound(target_kl=1e-3, behaviour_kl=0.5, **stale) == 0.5
     assert bound(behaviour_kl=0.5, **stale) == 0.5
     assert bound(log_step_kl=True, **stale) is None
+    assert bound(target_kl=1e-3, behaviour_kl=math.inf, **stale) is None
     assert bound(target_kl=1e-3) is None
     assert bound(target_kl=1e-3, gradient_accumulation_steps=2, steps_per_generation=4) == DEFAULT * 1e-3
     with pytest.raises(ValueError, match="behaviour_kl=0.0 is a bound"):
