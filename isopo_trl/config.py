@@ -137,7 +137,7 @@ class ISOPOConfig(GRPOConfig):
             KL divergence, in nats per completion token, by which one optimizer step is to move the policy on the data
             it was computed from. The learning rate is then found while training: `learning_rate` is where the search
             starts, and a schedule multiplies the target instead. A step that goes too far is shortened before anything
-            else happens. Needs a copy of the trained weights. If `None`, the learning rate is what it is.
+            else happens. If `None`, the learning rate is what it is.
         log_step_kl (`bool`, *optional*, defaults to `False`):
             Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
         step_kl_share (`float`, *optional*, defaults to `0.03125`):
@@ -150,7 +150,8 @@ class ISOPOConfig(GRPOConfig):
             `None`, 16 times `target_kl`, as far as four steps go in one direction. Without `target_kl`, or where it is
             infinite, there is no bound.
         target_kl_offload (`bool`, *optional*, defaults to `False`):
-            Whether to keep the copy of the weights that `target_kl` needs in the memory of the host.
+            Whether to keep a copy of the trained weights for `target_kl` in the memory of the host. Without it, there
+            is one on the device, unless they are large and the optimizer is AdamW, whose steps can be undone.
 
     > [!NOTE]
     > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -263,7 +264,7 @@ class ISOPOConfig(GRPOConfig):
     )
     target_kl_offload: bool = field(
         default=False,
-        metadata={"help": "Whether to keep the copy of the weights that `target_kl` needs in the host's memory."},
+        metadata={"help": "Whether to keep a copy of the trained weights for `target_kl` in the host's memory."},
     )
 
     def __post_init__(self):

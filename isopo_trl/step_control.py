@@ -1,7 +1,6 @@
 """What happens around every optimizer step so that its KL divergence is known, and is what was asked for."""
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from transformers import TrainerCallback
 
 from . import trl_seam
 from .behaviour import BehaviourBound
-from .kept_weights import KeptWeights, local
+from .kept_weights import AdamWSteps, KeptWeights, kept_weights, local, trained
 from .step_kl import StepKL
 from .step_size import Measurement, StepSize, is_too_long, shortened
 
@@ -43,7 +42,7 @@ class StepControl(TrainerCallback):
         self.size = None if args.target_kl is None else StepSize(args.target_kl)
         self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
         self._offload = args.target_kl_offload
-        self._kept: KeptWeights | None = None
+        self._kept: KeptWeights | AdamWSteps | None = None
         self._rates: list[Any] = []  # the optimizer's learning rates as the schedule has them
         self._schedule = self._first = 1.0
 
@@ -63,15 +62,15 @@ class StepControl(TrainerCallback):
             group.setdefault("initial_lr", group["lr"])
         first = max(groups, key=lambda group: float(group["initial_lr"]))
         self._schedule = float(first["lr"]) / float(first["initial_lr"])
-        if self._kept is None:
-            self._kept = KeptWeights(self._parameters(), self._offload)
-        self._kept.keep()
         self._rates = [group["lr"] for group in groups]
         self._first = float(first["initial_lr"]) * math.sqrt(self._schedule)
         # The schedule multiplies the target, and so the rate by its root
         factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate * factor
+        if self._kept is None:
+            self._kept = kept_weights(self._optimizer(), self._offload)
+        self._kept.keep()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         made = 0.0
@@ -129,15 +128,17 @@ class StepControl(TrainerCallback):
 
     # The optimizer
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._trainer.optimizer.param_groups if group["params"]]
+    def _optimizer(self) -> Any:
+        """The optimizer itself, without accelerate's wrapper."""
+        optimizer = self._trainer.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        return (p for group in self._groups() for p in group["params"] if p.requires_grad)
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for group in self._optimizer().param_groups if group["params"]]
 
     def _has_gradient(self) -> bool:
         """Whether any gradient of the step is not zero, on any rank."""
-        gradients = [local(p.grad) for p in self._parameters() if p.grad is not None]
+        gradients = [local(p.grad) for p in trained(self._optimizer()) if p.grad is not None]
         found = any(bool((gradient != 0).any()) for gradient in gradients)
         accelerator = self._trainer.accelerator
         return bool(accelerator.reduce(torch.tensor([found], device=accelerator.device).int(), reduction="sum").item())

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from isopo_trl import ISOPOConfig, step_size
+from isopo_trl import ISOPOConfig, kept_weights, step_size
 from isopo_trl.step_control import PATIENCE, REFUSED
 from tests import tiny, training
 
@@ -21,11 +21,24 @@ def steps(trainer):
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
+class Rates(TrainerCallback):
+    """Learning rates that the optimizer is left with."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.seen |= {group["lr"] for group in optimizer.param_groups}
+
+
 def test_the_start_does_not_matter(tmp_path):
     """Learning rates six orders of magnitude apart; the later steps of each run are of the same length."""
     rates = []
     for start in (1e-5, 10.0):
-        lines = steps(training.build(tmp_path, "qwen3", learning_rate=start, max_steps=9, **SETTINGS))
+        trainer, left = training.build(tmp_path, "qwen3", learning_rate=start, max_steps=9, **SETTINGS), Rates()
+        trainer.add_callback(left)
+        lines = steps(trainer)
+        assert left.seen == {start}
         late = [line["step/kl"] for line in lines[-4:]]
         assert TARGET / 4 < math.exp(sum(map(math.log, late)) / 4) < 2 * TARGET, late
         # What every step is held to, the first one as well
@@ -49,8 +62,10 @@ class Before(TrainerCallback):
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_the_cut_is_along_the_step_and_leaves_the_moments(tmp_path):
-    """Beside a step of the same gradient that was not cut."""
+@pytest.mark.parametrize("smallest", [kept_weights.SMALL, 0])
+def test_the_cut_is_along_the_step_and_leaves_the_moments(smallest, tmp_path, monkeypatch):
+    """Beside a step of the same gradient that was not cut; with a copy of the weights, and without."""
+    monkeypatch.setattr(kept_weights, "SMALL", smallest)
     runs = []
     for settings in (SETTINGS, {"lr_scheduler_type": "constant"}):
         before = Before()
@@ -58,6 +73,8 @@ def test_the_cut_is_along_the_step_and_leaves_the_moments(tmp_path):
         options = {"callbacks": [before]}
         trainer = training.build(tmp_path, model, learning_rate=0.1, max_steps=1, options=options, **settings)
         (line,) = steps(trainer)
+        if trainer.step_control is not None:
+            assert (trainer.step_control._kept.bytes > 0) == bool(smallest)
         moments = [state["exp_avg_sq"] for state in trainer.optimizer.state.values()]
         runs.append((before.weights, dict(model.named_parameters()), line, moments))
     (start, cut, line, moments), (_, whole, _, expected) = runs
