@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from isopo_trl import ISOPOConfig, kept_weights, step_size
+from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
 from isopo_trl.step_control import PATIENCE, REFUSED
 from tests import tiny, training
 
@@ -161,7 +161,7 @@ def run(tmp_path, **settings):
     lora = LoraConfig(r=2, target_modules="all-linear")
     options = {"peft_config": lora} if settings.pop("lora", False) else {}
     trainer = training.build(
-        tmp_path, "qwen3", options=options, **{**SETTINGS, "max_steps": 3, "learning_rate": 0.05, **settings}
+        tmp_path, "qwen3", options=options, **{**SETTINGS, "max_steps": 2, "learning_rate": 0.05, **settings}
     )
     lines = steps(trainer)
     assert lines[0]["step/kept"] < 1
@@ -189,6 +189,21 @@ def test_every_rule_and_weighting_has_steps_of_that_length(settings, tmp_path):
 @pytest.mark.parametrize("lora", [False, True])
 def test_every_combination_has_steps_of_that_length(rule, weights, loss_type, lora, tmp_path):
     run(tmp_path, rule=rule, token_weights=weights, loss_type=loss_type, lora=lora, num_iterations=2)
+
+
+class UnderDeepSpeed(ISOPOTrainer):
+    """As far as it knows."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+@pytest.mark.parametrize("settings", [{"target_kl": 0.01}, {"log_step_kl": True}, {"behaviour_kl": 0.1}], ids=str)
+def test_deepspeed_is_refused(settings, tmp_path):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"{name}={value} is not supported under DeepSpeed"):
+        training.build(tmp_path, "qwen3", UnderDeepSpeed, **settings)
 
 
 @pytest.mark.parametrize(
