@@ -11,8 +11,8 @@ Result = dict[str, Any]
 # One colour per method, whichever of them are there
 COLORS = dict(
     zip(
-        ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean"),
-        ("#444444", "#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7"),
+        ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean", "fisher_kl", "reinforce_kl"),
+        ("#444444", "#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#0072b2", "#999999"),
         strict=True,
     )
 )
@@ -60,6 +60,32 @@ def divergence(rows: dict[str, list[Result]], start: Result | None, file: Path) 
     axis.set_xlim(left=-0.5)
     axis.set_xlabel("KL from the start, nats per completion")
     axis.set_ylabel("accuracy on held-back problems, %")
+    axis.legend(fontsize=8, frameon=False)
+    return _saved(figure, file)
+
+
+def starts(rows: dict[str, dict[float, list[Result]]], start: Result | None, file: Path) -> str:
+    """
+    Test accuracy against the learning rate that runs started from, by method: median over seeds, and range. Methods
+    with a target for their steps are drawn through, the others dashed.
+    """
+    figure, (axis,) = _figure(1)
+    for method, by_rate in rows.items():
+        rates = sorted(by_rate)
+        values = [[100 * r["test"]["accuracy"] for r in by_rate[rate]] for rate in rates]
+        style = "o-" if method.endswith("_kl") else "s--"
+        runs = sum(map(len, values))
+        axis.plot(rates, list(map(median, values)), style, color=color(method), label=f"{method} (n = {runs})")
+        axis.fill_between(
+            rates, list(map(min, values)), list(map(max, values)), color=color(method), alpha=0.12, linewidth=0
+        )
+    if start:
+        axis.axhline(
+            100 * start["test"]["accuracy"], color="black", linewidth=0.8, linestyle=":", label="start (n = 1)"
+        )
+    axis.set_xscale("log")
+    axis.set_xlabel("starting learning rate")
+    axis.set_ylabel("accuracy on test problems, %")
     axis.legend(fontsize=8, frameon=False)
     return _saved(figure, file)
 

@@ -22,6 +22,8 @@ SHORT = {
     "lora": "lora",
     "grouped": "grouped",
     "task": "task",
+    "target_kl": "target",
+    "step_kl_share": "share",
 }
 
 

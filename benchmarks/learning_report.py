@@ -28,6 +28,7 @@ Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
 # What a seed's data depends on beside the seed
 OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation", "grouped")
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
+STARTS = "results_starts.png"
 MAIN_GROUPS = ("first", "rates", "seeds", "seeds_of_others", "rates_of_euclidean", "divergence")
 
 
@@ -72,20 +73,25 @@ class Report:
             self.rates("LoRA: learning rates", ("rates_lora",)),
             self.variants("Muon", ("rates_muon", "muon"), "grpo"),
             self.rates("Muon: learning rates", ("rates_muon",)),
+            self.starts(figures),
+            self.targets(),
             self.variants("Sums", ("sums",), "grpo"),
+            self.variants("Sums: starting learning rates", ("sums_starts",), None),
             self.fisher_norm(),
         ]
         return "\n\n".join(section for section in sections if section) + "\n"
 
     def figures(self, docs: Path) -> list[str]:
         """Draws what there are runs for, and returns the names of the files."""
+        names = []
         rows = {label: runs for label, runs in self.main_rows().items() if runs}
-        if not rows:
-            return []
-        return [
-            learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"),
-            learning_figures.divergence(rows, self.start, docs / "results_divergence.png"),
-        ]
+        if rows:
+            names.append(learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"))
+            names.append(learning_figures.divergence(rows, self.start, docs / "results_divergence.png"))
+        starts = self.start_rows()
+        if any(method.endswith("_kl") for method in starts):
+            names.append(learning_figures.starts(starts, self.start, docs / STARTS))
+        return names
 
     # What there is
 
@@ -249,7 +255,7 @@ class Report:
             "point per run, with hulls",
         }
         for name in figures:
-            lines += ["", f"![{captions[name]}]({name})"]
+            lines += ["", f"![{captions[name]}]({name})"] if name in captions else []
         return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
 
     def lambdas(self) -> str:
@@ -270,6 +276,78 @@ class Report:
             lines += ["", *self.comparison(block, next((label for label in block if "λ = 0," in label), None))]
         lines += ["", *self.tail(dict(rows))]
         return "\n".join([*lines, *self.missing(("first_lambda", "tail", "lambda"))])
+
+    def start_rows(self) -> dict[str, dict[float, list[Result]]]:
+        """Runs of the group `starts` that are made, by method and starting rate."""
+        rows: dict[str, dict[float, list[Result]]] = {}
+        for run in self.matrix.runs(self.results, ["starts"]):
+            if isinstance(run, Run) and run.name in self.results:
+                by_rate = rows.setdefault(run.method, defaultdict(list))
+                by_rate[run.settings["learning_rate"]].append(self.results[run.name])
+        return rows
+
+    def starts(self, figures: list[str]) -> str:
+        """Test accuracy by method and starting rate, and how far each is from the best."""
+        rows = self.start_rows()
+        lines = ["## Starting learning rates"]
+        if not any(method.endswith("_kl") for method in rows):
+            return "\n".join([*lines, *self.missing(("starts",))])
+        rates = sorted({rate for by_rate in rows.values() for rate in by_rate})
+        best = max(fmean(map(accuracy, runs)) for by_rate in rows.values() for runs in by_rate.values())
+        lines += [
+            "",
+            "Test accuracy, median and range over seeds, and in brackets the distance of the mean from the best mean "
+            f"of all, {percent(best)}, in points. `_kl` stands for steps with a target, `target_kl`, of "
+            f"{self.target_of(rows)} nats per token.",
+            "",
+            *table(["method", *map(short_rate, rates)]),
+        ]
+        for method, by_rate in rows.items():
+            cells = []
+            for rate in rates:
+                values = [100 * accuracy(r) for r in by_rate.get(rate, [])]
+                apart = f" [{fmean(values) - 100 * best:+.1f}], n = {len(values)}" if values else ""
+                cells.append(spread(values, "{:.1f} %") + apart if values else "not run")
+            lines.append(row([f"`{method}`", *cells]))
+        lines += ["", "What the steps were like:", "", *self.lengths(rows)]
+        if STARTS in figures:
+            caption = "Accuracy on test problems against the starting learning rate; median and range over seeds"
+            lines += ["", f"![{caption}]({STARTS})"]
+        return "\n".join([*lines, *self.missing(("starts",))])
+
+    def target_of(self, rows: dict[str, dict[float, list[Result]]]) -> str:
+        targets = {
+            r["settings"].get("target_kl") for by_rate in rows.values() for runs in by_rate.values() for r in runs
+        }
+        return " and ".join(f"{target:g}" for target in sorted(known(targets)))
+
+    def targets(self) -> str:
+        """Runs of one start with different targets."""
+        default = self.matrix.content["methods"]["fisher_kl"]["target_kl"]
+        rows: dict[float, Result] = {}
+        for run in self.matrix.runs(self.results, ["targets", "starts"]):
+            if isinstance(run, Run) and run.name in self.results and run.method == "fisher_kl":
+                result = self.results[run.name]
+                if (result["settings"]["seed"], result["settings"]["learning_rate"]) == (0, 1e-6):
+                    rows[result["settings"]["target_kl"]] = result
+        lines = ["## Targets for a step"]
+        if not set(rows) - {default}:
+            return "\n".join([*lines, *self.missing(("targets",))])
+        lines += ["", *table(["`target_kl`", "n", "test accuracy", "KL from the start", *LENGTHS])]
+        for target in sorted(rows):
+            result = rows[target]
+            cells = [f"{target:g}", "1", percent(accuracy(result)), spread(known([kl(result)]), "{:.1f}")]
+            lines.append(row([*cells, *step_cells([result])]))
+        return "\n".join([*lines, *self.missing(("targets",))])
+
+    def lengths(self, rows: dict[str, dict[float, list[Result]]]) -> list[str]:
+        lines = table(["method, start", "n", "KL from the start", *LENGTHS])
+        for method, by_rate in rows.items():
+            for rate in sorted(by_rate):
+                runs = by_rate[rate]
+                cells = [f"{method}, {short_rate(rate)}", str(len(runs)), spread(known(map(kl, runs)), "{:.1f}")]
+                lines.append(row([*cells, *step_cells(runs)]))
+        return lines
 
     def variants(self, title: str, groups: tuple[str, ...], baseline: str | None) -> str:
         """Runs of groups as they are, each against the baseline with the same other settings."""
@@ -456,6 +534,26 @@ def correlation(layer: Result, name: str, where: str, unit: bool) -> float | Non
         measured = [value / length for value, length in zip(measured, norm, strict=True)]
     values = known(spearman(draw, measured) for draw in draws)
     return fmean(values) if values else None
+
+
+# Steps of measured length
+
+LENGTHS = ["nats per token of a step", "steps shortened", "learning rate at the end"]
+
+
+def step_cells(results: list[Result]) -> list[str]:
+    """
+    Of runs whose steps were measured: their divergence, mean over the steps of the second half; the share of steps
+    that were shortened; and the learning rate, mean over the last ten steps.
+    """
+    lengths = [column(r, "step/kl") for r in results]
+    shortened = [column(r, "step/kept") for r in results]
+    rates = [column(r, "step/learning_rate")[-10:] for r in results]
+    return [
+        spread([fmean(values[len(values) // 2 :]) for values in lengths if values], "{:.2g}"),
+        spread([100 * fmean(kept < 1 for kept in values) for values in shortened if values], "{:.0f} %"),
+        spread([fmean(values) for values in rates if values], "{:.1e}"),
+    ]
 
 
 # Figures of one run

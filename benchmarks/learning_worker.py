@@ -30,7 +30,7 @@ from isopo_trl.validation import ValidationCallback
 
 
 # Settings of a run that are ISOPOConfig's, handed on by name
-OF_ISOPO = ("rule", "regularization", "token_weights", "fisher_samples", "scale")
+OF_ISOPO = ("rule", "regularization", "token_weights", "fisher_samples", "scale", "target_kl", "step_kl_share")
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "vllm", "datasets")
 
 

@@ -12,6 +12,12 @@ only) is the peak during training, optimizer state and weights included.
 
     python benchmarks/optimizer_step.py                                            # a small model, for CPUs
     python benchmarks/optimizer_step.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
+
+With `--target-kl`, what it costs to measure steps and to keep weights is measured too; a step needs 32 sequences or
+more for that to be a 32nd of them:
+
+    python benchmarks/optimizer_step.py --shape 0.6b --sequences 8 --length 1024 --accumulation 8 \\
+        --steps-per-generation 16 --target-kl 1e-4
 """
 
 import argparse
@@ -36,6 +42,9 @@ from setting import (
 from transformers import PrinterCallback, TrainerCallback
 
 
+TARGET = " target"  # behind the rule's name: with a target for its steps
+
+
 class Clock(TrainerCallback):
     """Time, and number of forward passes of the model so far, at the end of every optimizer step."""
 
@@ -57,6 +66,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rule", choices=RULES, default="fisher")
     parser.add_argument("--steps-per-generation", type=int, default=4, help="microbatches of one generation")
     parser.add_argument("--accumulation", type=int, default=2, help="microbatches of one optimizer step")
+    parser.add_argument("--target-kl", type=float, help="also the rule with steps of this length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=4, help="measured in every round")
     parser.add_argument("--output", help="JSON file for the figures")
@@ -81,8 +91,10 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
     microbatches = math.lcm(options.steps_per_generation, options.accumulation)  # of one cycle
     steps = microbatches // options.accumulation
     generations = (options.cycles + 1) * microbatches // options.steps_per_generation
+    rule = name.removesuffix(TARGET)
+    length = {"target_kl": options.target_kl, "behaviour_kl": math.inf} if rule != name else {}
     trainer = make_trainer(
-        name,
+        rule,
         options,
         random_reward,
         prompts=generations * options.steps_per_generation,
@@ -96,6 +108,7 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
         logging_strategy="no",
         save_strategy="no",
         disable_tqdm=True,
+        **length,
     )
     clock = Clock()
     trainer.model.register_forward_pre_hook(clock.count)
@@ -111,7 +124,7 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
 def main():
     options = parse()
     rollout_func = ready_completions(options)
-    names = ("grpo", options.rule)
+    names = ["grpo", options.rule] + [options.rule + TARGET] * bool(options.target_kl)
     times, forwards, peaks = {name: [] for name in names}, {name: [] for name in names}, {}
     for turn in range(options.rounds):
         for name in names if turn % 2 == 0 else names[::-1]:

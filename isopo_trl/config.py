@@ -6,11 +6,13 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from .behaviour import DEFAULT
 from .bounds import check_bounds
 from .isopo import check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings import check_fields, checked, shown
+from .step_control import REFUSED
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 
@@ -135,6 +137,25 @@ class ISOPOConfig(GRPOConfig):
             backward pass of its own. Costs a forward pass of the reference model per generation, as in the loss, and
             one of the policy where the sampler does not return its log-probabilities, or draws at another temperature
             or truncated.
+        target_kl (`float`, *optional*):
+            KL divergence, in nats per completion token, by which one optimizer step is to move the policy on the data
+            it was computed from. The learning rate is then found while training: `learning_rate` is where the search
+            starts, and a schedule multiplies the target instead. A step that goes too far is shortened before anything
+            else happens. If `None`, the learning rate is what it is.
+        log_step_kl (`bool`, *optional*, defaults to `False`):
+            Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
+        step_kl_share (`float`, *optional*, defaults to `0.03125`):
+            Share of an optimizer step's sequences by which it is measured, in (0, 1], and at least one on each rank.
+            They are scored once before and once after the step.
+        behaviour_kl (`float`, *optional*):
+            Bound on the KL divergence of the policy from the one that drew the data, in nats per token, where
+            completions serve for more than one optimizer step. When the next step would go beyond it, completions of
+            the same prompts are generated anew, earlier than `steps_per_generation` and `num_iterations` say. If
+            `None`, 16 times `target_kl`, as far as four steps go in one direction. Without `target_kl`, or where it is
+            infinite, there is no bound.
+        target_kl_offload (`bool`, *optional*, defaults to `False`):
+            Whether to keep a copy of the trained weights for `target_kl` in the memory of the host. Without it, there
+            is one on the device, unless they are large and the optimizer is AdamW, whose steps can be undone.
 
     > [!NOTE]
     > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -231,6 +252,32 @@ class ISOPOConfig(GRPOConfig):
         },
     )
 
+    target_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy. "
+            "The learning rate is then found while training, starting from `learning_rate`."
+        },
+    )
+    log_step_kl: bool = field(
+        default=False, metadata={"help": "Whether to measure each step's KL divergence where it has no target."}
+    )
+    step_kl_share: float = field(
+        default=0.03125,
+        metadata={"help": "Share of an optimizer step's sequences by which it is measured, in (0, 1]."},
+    )
+    behaviour_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bound on the KL divergence from the policy that drew the data, in nats per token: beyond it, "
+            "completions are generated anew. If `None`, 16 times `target_kl`, if that is given."
+        },
+    )
+    target_kl_offload: bool = field(
+        default=False,
+        metadata={"help": "Whether to keep a copy of the trained weights for `target_kl` in the host's memory."},
+    )
+
     def __post_init__(self):
         self._check_types()
         weighting = WEIGHTINGS.get(self.token_weights or "none")  # one that is unknown is refused below
@@ -271,6 +318,22 @@ class ISOPOConfig(GRPOConfig):
         given = {name: getattr(self, name) for name in fields}
         return make_rule(self.rule, **{name: x for name, x in given.items() if x != fields[name].default})
 
+    @property
+    def measures_steps(self) -> bool:
+        """Whether the KL divergence of each optimizer step is measured."""
+        return self.target_kl is not None or self.behaviour_kl is not None or self.log_step_kl
+
+    @property
+    def drift_bound(self) -> float | None:
+        """Bound on the divergence from the behaviour policy; `None` if there is none, or data is used but once."""
+        every = (self.steps_per_generation or 1) * self.num_iterations  # microbatches for which a generation serves
+        if self.gradient_accumulation_steps % every == 0:
+            return None
+        bound = self.behaviour_kl
+        if bound is None and self.target_kl is not None:
+            bound = DEFAULT * self.target_kl
+        return None if bound == math.inf else bound
+
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""
         defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
@@ -280,6 +343,7 @@ class ISOPOConfig(GRPOConfig):
     def _refusals(self) -> list[tuple[bool, str]]:
         loading: Any = self.accelerator_config
         group: Any = self.num_generations
+        optimizer = str(getattr(self.optim, "value", self.optim))
         return [
             (
                 not 0 <= self.beta < _LARGEST,
@@ -315,6 +379,32 @@ class ISOPOConfig(GRPOConfig):
                 self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold),
                 "off_policy_mask_threshold=nan would drop every sequence with a negative advantage: give a number, or "
                 "leave the threshold unset.",
+            ),
+            (
+                self.target_kl is not None and not 0 < self.target_kl < math.inf,
+                f"target_kl={self.target_kl} is the KL divergence of one optimizer step, in nats per token: give a "
+                "positive number, 0.001 for example, or None.",
+            ),
+            (
+                self.behaviour_kl is not None and not 0 < self.behaviour_kl,
+                f"behaviour_kl={self.behaviour_kl} is a bound on the KL divergence from the policy that drew the "
+                "data, in nats per token: give a positive number, or None.",
+            ),
+            (
+                not 0 < self.step_kl_share <= 1,
+                f"step_kl_share={self.step_kl_share} is the share of a step's sequences by which it is measured: give "
+                "a number in (0, 1].",
+            ),
+            (
+                self.target_kl is not None and self.learning_rate == 0,
+                f"target_kl={self.target_kl} multiplies the learning rate, which is 0: give learning_rate a number to "
+                "start from, 1e-6 for example.",
+            ),
+            (
+                self.target_kl is not None and optimizer in REFUSED,
+                f"target_kl={self.target_kl} does not work with optim={optimizer!r}: "
+                f"{REFUSED.get(optimizer)}. Take another optimizer, such as 'adamw_torch_fused', or leave target_kl "
+                "out.",
             ),
             (
                 bool(self.torch_compile),

@@ -162,6 +162,11 @@ def is_fresh(batch: Batch, optimizer_steps: int) -> bool:
     return int(batch.get("generated_after", -1)) == optimizer_steps
 
 
+def says_what_drew_it(batch: Batch) -> bool:
+    """Whether anybody has told what the tokens of a batch were drawn with."""
+    return batch.sampler_logps is not None or batch.old_logps is not None
+
+
 def behaviour_logps(batch: Batch, logps: torch.Tensor, optimizer_steps: int) -> torch.Tensor:
     """
     Log-probabilities `[B, C]` under the policy that drew the tokens; NaN where nobody knows.

@@ -41,7 +41,10 @@ def file_name(rank: int) -> str:
 def position(trainer: Any) -> dict[str, Any]:
     """How far the run has got with its generations, for the checkpoint's state."""
     settings = {name: getattr(trainer.args, name) for name in _SETTINGS}
-    return {"microbatches": trl_seam.progress(trainer), "processes": trainer.accelerator.num_processes, **settings}
+    # Where its completions are not to be used any more, the run is not inside a generation
+    ended = trl_seam.generated_batches(trainer) is None
+    done, processes = trl_seam.progress(trainer), trainer.accelerator.num_processes
+    return {"microbatches": done, "ended": ended, "processes": processes, **settings}
 
 
 def save(trainer: Any, folder: str | os.PathLike) -> None:
@@ -74,7 +77,9 @@ def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None, needed: Se
         return False
     inside = saved["microbatches"] % (saved["steps_per_generation"] * saved["num_iterations"])
     saved = {"group_microbatches": False, **saved}  # early checkpoints do not have it
-    others = [name for name in own if name != "microbatches" and saved.get(name) != own[name]]
+    if saved.get("ended"):
+        inside = 0
+    others = [name for name in own if name not in ("microbatches", "ended") and saved.get(name) != own[name]]
     changed = ", ".join(f"{name}={saved.get(name)} to {own[name]}" for name in others)
     if changed:
         if inside:

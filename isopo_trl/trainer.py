@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from . import checkpoints, liger, model_card, reference, resuming, reward_functions, trl_seam
+from .behaviour import drift_sums
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import (
@@ -28,9 +29,11 @@ from .generation import (
     note_origin,
     note_prompts,
     samples_at_temperature,
+    says_what_drew_it,
 )
 from .isopo import ISOPO
 from .kl_reward import KLReward
+from .step_control import StepControl
 from .terms import Derivative, Terms
 from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
 
@@ -146,7 +149,8 @@ class ISOPOTrainer(GRPOTrainer):
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
         self.terms = Terms(self)
-        self._needs_behaviour = weighting.needs_behaviour or self.terms.needs_behaviour
+        self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
+        self._needs_behaviour = self._asks_old_policy or args.drift_bound is not None
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
@@ -160,6 +164,16 @@ class ISOPOTrainer(GRPOTrainer):
         for warning in self.weighting.warnings():
             logger.warning(warning)
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
+        self.step_control: StepControl | None = None
+        if args.measures_steps:
+            if self.is_deepspeed_enabled:
+                settings = ", ".join(args.given("target_kl", "behaviour_kl", "log_step_kl"))
+                raise ValueError(
+                    f"{settings} is not supported under DeepSpeed, which makes its step inside the backward pass, on "
+                    "copies of the weights that cannot be moved from outside: use DDP or FSDP2, or leave it out."
+                )
+            self.step_control = StepControl(self)
+            self.add_callback(self.step_control)
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
@@ -167,6 +181,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self.weighting.reset()
+        if self.step_control is not None:
+            self.step_control.reset()
         checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             self._load_state(checkpoint)
@@ -244,10 +260,16 @@ class ISOPOTrainer(GRPOTrainer):
                 signs=sign.detach(),
             )
         trl_loss = partial(super()._compute_loss, model)
-        forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, self.terms.needs_behaviour)
+        watched = train and self.args.drift_bound is not None
+        asks_older = self.terms.needs_behaviour
+        forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         with caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
+        if train and self.step_control is not None:
+            self.step_control.kl.note(batch)
+            if self.step_control.behaviour is not None and forward.drift is not None:
+                self.step_control.behaviour.add(forward.drift, is_fresh(batch, self._optimizer_steps))
         terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
         # Here, where TRL has waited for the device already
         counts = torch.stack([forward.broken, *(~derivative.vanishes for derivative in terms.derivatives)])
@@ -311,7 +333,7 @@ class ISOPOTrainer(GRPOTrainer):
                 own = own or (self.use_vllm and samples_at_temperature(self.args))
                 self.kl_reward.generated(rollout.tool_mask, rollout.logps if own else None)
             # Where the sampler says nothing of its log-probabilities, TRL computes them, once, if data will be stale
-            return needs_behaviour and training and rollout.logps is None
+            return self._asks_old_policy and training and rollout.logps is None
 
         listening = self.kl_reward.listening() if self.kl_reward is not None else nullcontext()
         single_turn = turns if needs_behaviour and by_transformers else None
@@ -360,6 +382,8 @@ class ISOPOTrainer(GRPOTrainer):
                 "position": resuming.position(self),
                 "optimizer_steps": self._optimizer_steps,
             }
+            if self.step_control is not None:
+                state["step_control"] = self.step_control.state_dict()
             torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
         super()._save_checkpoint(model, trial)
 
@@ -389,6 +413,8 @@ class ISOPOTrainer(GRPOTrainer):
         needed = [trl_seam.REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
         if resuming.restore(self, checkpoint, state.get("position"), needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
+        if self.step_control is not None:
+            self.step_control.load_state_dict(state.get("step_control", {}))
         if changes:
             logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
         missing = checkpoints.missing(checkpoint)
@@ -425,12 +451,14 @@ class _Forward:
         advantages (`torch.Tensor`): `[B]`, of which the loss may have the signs alone.
         optimizer_steps (`int`): number of optimizer steps up to now.
         asks_older (`bool`): whether what an older policy drew the tokens with is asked for, beside the weights.
+        watched (`bool`): whether the drift from the policy that drew the tokens is asked for.
     """
 
     outputs: trl_seam.Outputs
     broken: torch.Tensor  # number of sequences whose log-probabilities are not finite
     weighted: Weighted
     older: torch.Tensor | None = None  # [B, C], as far as known, where an older policy drew the tokens
+    drift: torch.Tensor | None = None  # [2], `drift_sums`
 
     def __init__(
         self,
@@ -439,12 +467,14 @@ class _Forward:
         advantages: torch.Tensor,
         optimizer_steps: int,
         asks_older: bool = False,
+        watched: bool = False,
     ):
         self._weighting = weighting
         self._batch = batch
         self._advantages = advantages
         self._optimizer_steps = optimizer_steps
         self._asks_older = asks_older
+        self._watched = watched
         # The weights, where an unscaled term asks what the loss makes of them
         self.differentiated: list[torch.Tensor] = []
 
@@ -453,10 +483,14 @@ class _Forward:
         self.broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
         if self._asks_older and not is_fresh(self._batch, self._optimizer_steps):
             self.older = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
+        if self._watched:
+            drawn_with = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
+            known = is_fresh(self._batch, self._optimizer_steps) or says_what_drew_it(self._batch)
+            self.drift = drift_sums(logps, drawn_with, mask if known else torch.zeros_like(mask))
         if not self._weighting.needs_behaviour:
             self.weighted = Weighted()
             # Where old log-probabilities were asked for, it was not for a ratio in the policy's part of the loss
-            return (None, None) if self._asks_older else None
+            return (None, None) if self._asks_older or self._watched else None
         behaviour = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         self.weighted = self._weighting(logps, behaviour, mask, self._advantages)
         weights, old = self.weighted.weights, self.weighted.old_logps

@@ -109,6 +109,7 @@ def _lookup(path: str) -> Any:
 
 get_config_model_id = require("trl.trainer.utils.get_config_model_id", "config")
 is_async_callable = require("trl.trainer.utils.is_async_callable", "func")
+pad = require("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
 disable_gradient_checkpointing = require(
     "trl.models.utils.disable_gradient_checkpointing", "model", "gradient_checkpointing_kwargs"
 )
@@ -260,6 +261,16 @@ class Batch(dict):
         """A copy with other advantages `[B]`."""
         return Batch(self, advantages=advantages)
 
+    def rows(self, places: list[int]) -> "Batch":
+        """The texts and images of some of the sequences."""
+
+        def chosen(value: Any) -> Any:
+            return value[places] if isinstance(value, torch.Tensor) else [value[place] for place in places]
+
+        parts = {name: self[name] for name in (*_TEXT, "tool_mask", *_IMAGES) if self.get(name) is not None}
+        parts = _images_by_sequence(parts)
+        return Batch(_images_together({name: chosen(value) for name, value in parts.items()}))
+
     def set_weights(self, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> None:
         """
         Say how TRL's loss weighs tokens. Without `ratios`, its own ratio to an old policy is 1.
@@ -303,6 +314,79 @@ def score(trainer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Log-probabilities `[B, C]` of completions, for the arguments of the trainer's own scoring pass."""
     logps, _, _ = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
     return logps
+
+
+# What TRL's loss hands from the batch to the model beside the text
+_IMAGES = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+_TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+require("trl.GRPOTrainer._compute_loss", mentions=(*_IMAGES, *_TEXT))
+_images_by_sequence = require("trl.trainer.utils.split_pixel_values_by_grid", "batch")
+_images_together = require("trl.trainer.utils.unsplit_pixel_values_by_grid", "batch")
+
+
+def _has_images(batch: Batch) -> bool:
+    return any(batch.get(name) is not None for name in _IMAGES)
+
+
+def joined(trainer: Any, batches: list[Batch]) -> list[Batch]:
+    """The sequences of all batches in one, with no more padding than needed; batches with images as they are."""
+    if not batches or any(map(_has_images, batches)):
+        return batches
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in (*_TEXT, "tool_mask")}
+    for batch in batches:
+        for name, real in (("prompt", batch["prompt_mask"].bool()), ("completion", batch["completion_mask"].bool())):
+            rows[f"{name}_ids"] += [ids[kept] for ids, kept in zip(batch[f"{name}_ids"], real, strict=True)]
+            rows[f"{name}_mask"] += [kept.new_ones(int(kept.sum()), dtype=torch.long) for kept in real]
+        own = batch.scored.new_ones(batch.scored.shape) if batch.get("tool_mask") is None else batch["tool_mask"]
+        rows["tool_mask"] += [mask[kept] for mask, kept in zip(own, batch["completion_mask"].bool(), strict=True)]
+    text = {
+        name: pad(
+            values,
+            padding_value=pad_token_id(trainer) if name.endswith("ids") else 0,
+            padding_side="left" if name.startswith("prompt") else "right",
+        )
+        for name, values in rows.items()
+    }
+    if not text["completion_ids"].size(1):  # nothing but empty completions: the model wants a position to score
+        text = {name: text[name] if "prompt" in name else _one_column(text[name]) for name in text}
+    return [Batch(text)]
+
+
+def _one_column(values: torch.Tensor) -> torch.Tensor:
+    return values.new_zeros(values.size(0), 1)
+
+
+def batch_logps(trainer: Any, batch: Batch) -> torch.Tensor:
+    """Log-probabilities `[B, C]` of a batch's completions, by the pass that TRL's loss makes."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    images = {name: batch.get(name) for name in _IMAGES}
+    return score(trainer, trainer.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images)
+
+
+def distribution_size(trainer: Any, batch: Batch) -> int:
+    """Elements of [`log_distributions`]; 0 where there are none to be had."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    if _has_images(batch) or "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        return 0
+    return batch.completion_mask.numel() * base.config.get_text_config().vocab_size
+
+
+def log_distributions(trainer: Any, batch: Batch) -> torch.Tensor:
+    """
+    Logits `[B, C, V]` at the positions of a batch's completions, divided by the temperature: but for their
+    normalisation, the logarithms of the distributions that tokens are drawn from.
+    """
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    kept = batch.completion_mask.size(1) + 1
+    with trainer.accelerator.autocast():
+        output = trainer.model(
+            input_ids=ids, attention_mask=batch.attention_mask, logits_to_keep=kept, use_cache=False
+        )
+    return output.logits[:, -kept:-1] / trainer.temperature
 
 
 @contextmanager
@@ -555,7 +639,6 @@ def is_reference(trainer: Any, model: Any) -> bool:
 # Validation
 
 
-pad = require("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
 get_callable_name = require("trl.trainer.utils.get_callable_name", "func")
 is_conversational = require("trl.data_utils.is_conversational", "example")
 require("trl.GRPOTrainer._tokenize_prompts", "prompts")

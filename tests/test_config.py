@@ -444,7 +444,8 @@ COMMAND = (
     "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --scale paper "
     "--group_microbatches "
     "--beta 0.05 --kl_in_reward True --loss_type grpo --token_weights kpo --kpo_initial_variance 0.5 "
-    "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01"
+    "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01 "
+    "--target_kl 1e-4 --log_step_kl --step_kl_share 0.5 --behaviour_kl 0.01 --target_kl_offload True"
 )
 
 
@@ -470,6 +471,11 @@ def test_every_setting_can_be_given_on_the_command_line(parser):
         "kpo_process_noise": 1e-4,
         "kpo_stop_gradient": True,
         "kl_in_reward": True,
+        "target_kl": 1e-4,
+        "log_step_kl": True,
+        "step_kl_share": 0.5,
+        "behaviour_kl": 0.01,
+        "target_kl_offload": True,
     }
     assert (args.epsilon, args.epsilon_high) == (0.01, 0.0004)
 

@@ -437,6 +437,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     runs = [{"rule": rule} for rule in ("fisher", "fig4", "none")]
     runs += [{"rule": "interacting", "per_device_train_batch_size": 6}]  # two prompts in a microbatch
     runs += [{"loss_type": loss_type} for loss_type in ("cispo", "vespo")]
+    runs += [{"target_kl": 1e-3, "num_iterations": 2}]
     for settings in [*runs, {"beta": 0.1, "kl_in_reward": True, "entropy_coef": 0.1}]:
         model = tiny.save(tmp_path / "model", "qwen3") if "beta" in settings else "qwen3"
         trainer = training.build(tmp_path, model, max_steps=1, **settings)
@@ -447,7 +448,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     trainer.train()
     logged |= trainer.state.log_history[0].keys()
     assert [name for name in logged - {"step"} if not is_listed(name, listed)] == []
-    own = {name for name in listed if name.startswith(("isopo/", "sampling/"))}
+    own = {name for name in listed if name.startswith(("isopo/", "sampling/", "step/"))}
     assert own - {"isopo/noise_scale"} <= logged  # which three sequences may not show
 
 

@@ -137,6 +137,17 @@ def test_each_method_has_the_same_grid_of_rates(matrix):
     assert len({frozenset(rates) for rates in grids.values()}) == 1
 
 
+def test_starts_are_a_factor_of_a_hundred_apart_with_a_target_and_without(learning_matrix, matrix):
+    runs = [run for run in matrix.runs({}, ["starts"]) if isinstance(run, learning_matrix.Run)]
+    assert len(runs) == 45
+    assert {run.settings["learning_rate"] for run in runs} == {1e-7, 1e-6, 1e-5}
+    for method, without in (("fisher_kl", "fisher"), ("reinforce_kl", "reinforce")):
+        one, other = (next(run.settings for run in runs if run.method == name) for name in (method, without))
+        assert {name for name in one if one[name] != other.get(name)} == {"method", "target_kl"}
+    shared = {run.name for run in runs} & {run.name for run in matrix.runs({}, ["rates"])}
+    assert shared == {f"{method}-lr1e-6-seed0" for method in ("grpo", "fisher", "reinforce")}
+
+
 def test_the_seeds_that_the_questions_ask_for_are_there(learning_matrix, matrix):
     seeds = {}
     for entry in matrix.entries:

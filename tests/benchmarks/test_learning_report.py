@@ -263,6 +263,61 @@ def test_figures_are_drawn_and_shown(report, many):
         assert (report.docs / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page
 
 
+def started(method, rate, seed, draw, **changed):
+    """A run of the group of starting rates; with a target for its steps where the method's name says so."""
+    result = made_up("fisher", rate, seed, draw)
+    name = f"{method}{''.join(f'-target{value}' for value in changed.values())}-lr{rate:.0e}-seed{seed}"
+    result |= {"name": name.replace("e-0", "e-")}
+    if method.endswith("_kl"):
+        result["settings"] = result["settings"] | {"method": method, "target_kl": 1e-4} | changed
+        lengths = [1e-4 * draw.random() for _ in range(50)]
+        kept = [1.0 if draw.random() < 0.9 else 0.5 for _ in range(50)]
+        rates = [1e-6 * draw.random() for _ in range(50)]
+        result["steps"] |= {"step/kl": lengths, "step/kept": kept, "step/learning_rate": rates}
+    return result
+
+
+def test_starting_rates_are_compared_with_the_best_of_all(report):
+    draw = random.Random(3)
+    runs = {
+        (method, rate): [started(method, rate, seed, draw) for seed in (0, 1, 2)]
+        for method in ("fisher_kl", "fisher", "grpo")
+        for rate in (1e-7, 1e-6, 1e-5)
+        if (method, rate) != ("grpo", 1e-5)
+    }
+    _, page = report(before_training(), *itertools.chain(*runs.values()))
+    rows = rows_of(page, "Starting learning rates")
+    means = {key: 100 * np.mean([r["test"]["accuracy"] for r in own]) for key, own in runs.items()}
+    assert set(rows) == {"`fisher_kl`", "`fisher`", "`grpo`"} and rows["`grpo`"]["1e-5"] == "not run"
+    for (method, rate), own in runs.items():
+        values = [100 * r["test"]["accuracy"] for r in own]
+        cell = rows[f"`{method}`"][f"{rate:.0e}".replace("e-0", "e-")]
+        expected = [np.median(values), min(values), max(values), means[method, rate] - max(means.values()), 3]
+        assert numbers(cell) == pytest.approx(expected, abs=0.051)
+    assert (report.docs / "results_starts.png").read_bytes().startswith(b"\x89PNG") and "](results_starts.png)" in page
+    own = runs["fisher_kl", 1e-5]
+    line = next(line for line in page.splitlines() if line.startswith("| fisher_kl, 1e-5 |"))
+    n, _, length, shortened, rate = (cell.strip() for cell in line.strip("|").split("|")[1:])
+    assert n == "3"
+    lengths = [np.mean(r["steps"]["step/kl"][25:]) for r in own]
+    assert float(length.split(" ")[0]) == pytest.approx(np.median(lengths), rel=0.05)
+    shares = [100 * np.mean([kept < 1 for kept in r["steps"]["step/kept"]]) for r in own]
+    assert numbers(shortened)[0] == pytest.approx(np.median(shares), abs=0.51)
+    ends = [np.mean(r["steps"]["step/learning_rate"][-10:]) for r in own]
+    assert float(rate.split(" ")[0]) == pytest.approx(np.median(ends), rel=0.05)
+
+
+def test_targets_of_one_start_stand_side_by_side(report):
+    draw = random.Random(4)
+    _, page = report(started("fisher_kl", 1e-6, 0, draw))
+    assert "Not yet run: `fisher_kl-target0.001-lr1e-6-seed0`" in page.partition("## Targets for a step")[2]
+    other = started("fisher_kl", 1e-6, 0, draw, target_kl=0.001)
+    _, page = report(other, started("fisher_kl", 1e-6, 1, draw))
+    rows = rows_of(page, "Targets for a step")
+    assert list(rows) == ["0.0001", "0.001"]
+    assert numbers(rows["0.001"]["test accuracy"]) == [pytest.approx(100 * other["test"]["accuracy"], abs=0.051)]
+
+
 def test_the_same_results_give_the_same_page(report, many):
     assert report(*many) == report()
 

@@ -18,6 +18,7 @@ RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslo
 RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
+RUNS += ["target-fisher-full", "targetfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
 
@@ -73,6 +74,19 @@ def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_pat
     one, two = worker.run(tmp_path, "loop", rule, weights), ranks(results, f"fsdp2-{rule}-{weights}")
     assert two[0]["wrapped"].startswith("FSDP")
     assert_same(one, *two, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["target", "targetfsdp"])
+def test_ranks_make_steps_of_one_length(mode, results, tmp_path):
+    """Each of them sees half of the sequences that a step is measured by."""
+    one, two = worker.run(tmp_path, "target", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
+    assert one["logs"][0]["step/kept"] < 0.1 and one["logs"][1]["step/kept"] != one["logs"][0]["step/kept"]
+    assert_same(one, *two, 1e-4)  # what a step is multiplied by has the rounding of its measurement
+    for left, right in zip(one["logs"], two[0]["logs"], strict=True):
+        names = [name for name in left if name.startswith("step/")]
+        assert len(names) == 4
+        for name in names:
+            assert left[name] == pytest.approx(right[name], rel=1e-3), name
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

@@ -1,14 +1,15 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
-overflow, overflow2, overflow3, overflowfsdp, and the weights full, lora or dora, or those of a mixture of experts,
-experts or expertslora
+overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, and the weights full, lora or dora, or those of a
+mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
-microbatches at a time, with `group_microbatches`.
+microbatches at a time, with `group_microbatches`. In `target` steps have a length to keep to, and the first is far too
+long.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -77,6 +78,10 @@ class OverflowingShards(Overflowing, Sharded):
     """The same under FSDP2."""
 
 
+class ShardsByHand(ByHand, Sharded):
+    """Given microbatches under FSDP2."""
+
+
 def deepspeed_config(stage):
     return {
         "zero_optimization": {"stage": stage},
@@ -102,19 +107,18 @@ def trainer(output, rule, weights, stage=None, kind=ByHand, **settings):
         max_completion_length=8,
         max_steps=STEPS,
         optim="sgd",
-        learning_rate=0.05,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="steps" if "save_steps" in settings else "no",
         router_aux_loss_coef=0.0,
         deepspeed=None if stage is None else deepspeed_config(stage),
-        **settings,
+        **{"learning_rate": 0.05, **settings},
     )
     return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
 
 
-def train(output, rule, weights, stage=None):
-    run = trainer(output, rule, weights, stage)
+def train(output, rule, weights, stage=None, **settings):
+    run = trainer(output, rule, weights, stage, **settings)
     run.train()
     logs = [log for log in run.state.log_history if "loss" in log]
     return run.model, run.isopo, {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
@@ -212,7 +216,11 @@ def run(output, mode, rule, weights):
         return grouped(output, rule, weights)
     if mode.startswith("overflow"):
         return overflow(output, rule, weights, mode.removeprefix("overflow"))
-    if mode in ("trainer", "zero2", "zero3"):
+    if mode.startswith("target"):
+        kind = ShardsByHand if mode == "targetfsdp" else ByHand
+        settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "learning_rate": 10.0}
+        model, isopo, result = train(output, rule, weights, kind=kind, **settings)
+    elif mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])
         model, isopo, result = train(output, rule, weights, stage)
     else:

@@ -1,0 +1,152 @@
+"""
+The weights before an optimizer's step, so that it can be taken back along itself: as a copy, or from what AdamW keeps.
+
+AdamW's step from weights `w`, with moments `m` and `v` and their corrections, is `w (1 - rate decay) - u` with
+`u = rate m / (sqrt(v) + eps)`. Both `u` and the rates are there after the step, so that `w` is known to rounding, and
+with it any share of the step. For weights in bf16 rounding is of the size of the step, and a copy is kept.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+# Bytes from which on a copy is not kept where it need not be
+SMALL = 2**28
+# Elements that are moved at a time, in float64
+_BLOCK = 2**22
+
+
+def kept_weights(optimizer: Any, offload: bool = False) -> "KeptWeights | AdamWSteps":
+    """
+    What takes the steps of an optimizer back.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): the optimizer.
+        offload (`bool`): whether to keep a copy in the memory of the host.
+    """
+    parameters = list(trained(optimizer))
+    size = sum(local(p).numel() * p.element_size() for p in parameters)
+    if size > SMALL and not offload and can_be_undone(optimizer):
+        return AdamWSteps(optimizer)
+    return KeptWeights(parameters, offload)
+
+
+def trained(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What the optimizer moves."""
+    return (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def can_be_undone(optimizer: Any) -> bool:
+    """Whether the optimizer is PyTorch's AdamW, as it is described above, on weights that are not rounded away."""
+    if type(optimizer) is not torch.optim.AdamW:
+        return False
+    wide = all(p.dtype in (torch.float32, torch.float64) and local(p).is_contiguous() for p in trained(optimizer))
+    others = ("amsgrad", "maximize", "capturable", "differentiable")
+    return wide and not any(group[name] for group in optimizer.param_groups for name in others)
+
+
+class KeptWeights:
+    """
+    A copy of the trained weights, of this rank's shards where they are sharded.
+
+    Args:
+        parameters (`list[torch.Tensor]`): what the optimizer moves.
+        offload (`bool`): whether to keep the copy in the memory of the host.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], offload: bool = False):
+        self._weights = [local(p) for p in parameters]
+        self._share = 1.0  # of the step that the weights have
+        on_host = [offload and weight.device.type != "cpu" for weight in self._weights]
+        self._copies = [
+            torch.empty_like(weight, device="cpu", pin_memory=True) if host else torch.empty_like(weight)
+            for weight, host in zip(self._weights, on_host, strict=True)
+        ]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the weights, before the step."""
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            copy.copy_(weight)
+        self._share = 1.0
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """Put the weights where they would be with a share of the step, from 0 (as they were) to 1; 0 is for good."""
+        ratio = share / self._share if share else 0.0
+        for weight, copy in zip(self._weights, self._copies, strict=True):
+            before = copy.to(weight.device)
+            if not share:  # whatever the step has made of the weight
+                weight.copy_(before)
+                continue
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            step = weight.to(wide) - before.to(wide)
+            weight.copy_(before.to(wide) + ratio * step)
+        self._share = share
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the copy."""
+        return sum(copy.numel() * copy.element_size() for copy in self._copies)
+
+
+class AdamWSteps:
+    """
+    The steps of AdamW, undone by what it keeps: no memory, and weights that are the former ones to rounding.
+
+    Args:
+        optimizer (`torch.optim.AdamW`): the optimizer, which [`can_be_undone`].
+    """
+
+    bytes = 0
+
+    def __init__(self, optimizer: torch.optim.AdamW):
+        self._optimizer = optimizer
+        self._share = 1.0
+        self._rates: list[float] = []
+
+    def keep(self) -> None:
+        """Note the learning rates of the step, before it."""
+        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._share = 1.0
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """As [`KeptWeights.move`]; weights that the step has made infinite are lost, which is an error."""
+        moved = [
+            (group, rate, p)
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)
+            for p in group["params"]
+            if p.grad is not None  # else the optimizer has left it alone
+        ]
+        if not moved:
+            return
+        steps = torch.stack([self._optimizer.state[p]["step"].float() for _, _, p in moved]).tolist()
+        for (group, rate, p), number in zip(moved, steps, strict=True):
+            state = self._optimizer.state[p]
+            first, second = (1 - float(beta) ** number for beta in group["betas"])
+            flat = (local(x).view(-1).split(_BLOCK) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
+            for parts in zip(*flat, strict=True):
+                wide, mean, square = (part.to(torch.float64, copy=True) for part in parts)
+                denominator = square.sqrt_().div_(math.sqrt(second)).add_(group["eps"])
+                step = mean.div_(denominator).mul_(rate / first)
+                decay = rate * group["weight_decay"]
+                before = wide.add_(step, alpha=self._share).div_(1 - self._share * decay)
+                parts[0].copy_(before.mul_(1 - share * decay).sub_(step, alpha=share))
+        self._share = share
+        if not share and not all(bool(local(p).isfinite().all()) for _, _, p in moved):
+            raise FloatingPointError(
+                "The optimizer's step has left weights that are not finite, and they cannot be computed back: go back "
+                "to the last checkpoint, with a lower learning rate, or set target_kl_offload=True, which keeps a "
+                "copy of the weights."
+            )
+
+
+def local(p: Any) -> torch.Tensor:
+    """The part of a parameter, or of its gradient, that is on this rank; a view."""
+    p = p.detach()
+    return p.to_local() if isinstance(p, DTensor) else p

@@ -1,0 +1,157 @@
+"""What happens around every optimizer step so that its KL divergence is known, and is what was asked for."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from . import trl_seam
+from .behaviour import BehaviourBound
+from .kept_weights import AdamWSteps, KeptWeights, kept_weights, local, trained
+from .step_kl import StepKL
+from .step_size import Measurement, StepSize, is_too_long, shortened
+
+
+# Steps in a row that may be taken back wholly
+PATIENCE = 3
+
+# Optimizers of transformers that `target_kl` does not work with, by their names
+_IN_BACKWARD = "it moves each weight during the backward pass, so that there is no step to take back"
+_BETWEEN = "its weights lie between two other points that it keeps, and would not if they were moved"
+_LAYERWISE = ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise")
+REFUSED = {
+    **dict.fromkeys(("lomo", "adalomo", *_LAYERWISE, "apollo_adamw_layerwise"), _IN_BACKWARD),
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _BETWEEN),
+}
+
+
+class StepControl(TrainerCallback):
+    """
+    Measures each optimizer step, and with `target_kl` controls its length: multiplies the learning rate for the time
+    of the step, shortens it where it went too far, and learns from it.
+
+    Args:
+        trainer ([`ISOPOTrainer`]): the trainer.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        args = trainer.args
+        self.kl = StepKL(trainer, args.step_kl_share)
+        self.size = None if args.target_kl is None else StepSize(args.target_kl)
+        self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
+        self._offload = args.target_kl_offload
+        self._kept: KeptWeights | AdamWSteps | None = None
+        self._rates: list[Any] = []  # the optimizer's learning rates as the schedule has them
+        self._schedule = self._first = 1.0
+
+    def reset(self) -> None:
+        """Before a run, or after one that was broken off."""
+        self.kl.forget()
+        if self.behaviour is not None:
+            self.behaviour.forget()
+        self._kept = None
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.kl.score()
+        if self.size is None:
+            return
+        groups = self._groups()
+        for group in groups:
+            group.setdefault("initial_lr", group["lr"])
+        first = max(groups, key=lambda group: float(group["initial_lr"]))
+        self._schedule = float(first["lr"]) / float(first["initial_lr"])
+        self._rates = [group["lr"] for group in groups]
+        self._first = float(first["initial_lr"]) * math.sqrt(self._schedule)
+        # The schedule multiplies the target, and so the rate by its root
+        factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        if self._kept is None:
+            self._kept = kept_weights(self._optimizer(), self._offload)
+        self._kept.keep()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        made = 0.0
+        if self.size is None:
+            measurement = self.kl.measure()
+            self._log(measurement)
+            made = measurement.kl
+        else:
+            for group, rate in zip(self._groups(), self._rates, strict=True):
+                group["lr"] = rate
+            if self._schedule > 0:
+                made = self._control(self.size)
+        self.kl.forget()
+        if self.behaviour is not None:
+            self._log_figures(self.behaviour.close(made))
+
+    def _control(self, size: StepSize) -> float:
+        """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
+        assert self._kept is not None
+        target, rate = size.target * self._schedule, size.rate
+        measurement, kept = self.kl.measure(), 1.0
+        if measurement.kl == 0:
+            if self._has_gradient():
+                size.too_small()
+        elif is_too_long(measurement, target):
+            kept, tried, measurement = shortened(target, measurement, self._measured_at)
+            if kept:
+                size.measured(measurement, kept, self._schedule)
+            else:
+                self._kept.move(0.0)
+                size.taken_back(tried)
+        else:
+            size.measured(measurement, 1.0, self._schedule)
+        figures = {"kept": kept, "learning_rate": kept * rate * self._first}
+        self._log(measurement if kept else Measurement(0.0, 0.0), figures)
+        if size.lost >= PATIENCE:
+            raise FloatingPointError(
+                f"{size.lost} steps in a row could not be made: after each of them the KL divergence was "
+                f"{measurement.kl:.3g} nats per token, however short the step was made, where {target:.3g} is the "
+                "target. Each was taken back, so that the weights are as they were before. Look for a batch or a "
+                "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
+            )
+        return measurement.kl if kept else 0.0
+
+    def _measured_at(self, share: float) -> Measurement:
+        assert self._kept is not None
+        self._kept.move(share)
+        return self.kl.measure()
+
+    def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
+        self._log_figures({"kl": measurement.kl, "kl_stderr": measurement.stderr, **(figures or {})})
+
+    def _log_figures(self, figures: dict[str, float]) -> None:
+        trl_seam.log(self._trainer, "train", {f"step/{name}": value for name, value in figures.items()})
+
+    # The optimizer
+
+    def _optimizer(self) -> Any:
+        """The optimizer itself, without accelerate's wrapper."""
+        optimizer = self._trainer.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for group in self._optimizer().param_groups if group["params"]]
+
+    def _has_gradient(self) -> bool:
+        """Whether any gradient of the step is not zero, on any rank."""
+        gradients = [local(p.grad) for p in trained(self._optimizer()) if p.grad is not None]
+        found = any(bool((gradient != 0).any()) for gradient in gradients)
+        accelerator = self._trainer.accelerator
+        return bool(accelerator.reduce(torch.tensor([found], device=accelerator.device).int(), reduction="sum").item())
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {} if self.size is None else {"size": self.size.state_dict()}
+        return state if self.behaviour is None else {**state, "behaviour": self.behaviour.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What other settings have saved, or an earlier version has not, begins anew."""
+        if self.size is not None and "size" in state:
+            self.size.load_state_dict(state["size"])
+        if self.behaviour is not None and "behaviour" in state:
+            self.behaviour.load_state_dict(state["behaviour"])

@@ -1,0 +1,178 @@
+"""
+How far an optimizer step moves the policy: the KL divergence KL(before || after), in nats per completion token, on a
+few of the sequences that the step was computed from.
+
+The sequences are scored twice, right before the step and right after it, in the same way: in one batch, by the same
+kernels, without dropout, and in float32 where the weights are (on GPUs, products in TF32). The log-probabilities of
+the training forward would not do: in bf16 large logits are rounded to steps of an eighth, and passes over different
+batches differ by more than a small step does. What is compared at each position is
+
+- the distribution over the vocabulary, where those of all positions fit into `LARGEST_DISTRIBUTIONS`: the divergence
+  given the text before is then exact;
+- else the log-probability of the token that stands there: with `d = log pi_after - log pi_before`, the mean of
+  `exp(d) - 1 - d` over tokens drawn by the policy before the step is its divergence, and no term is negative. Tokens
+  of stale data were drawn by an older policy: the mean is then taken over what that policy does.
+
+The divergence of the step is the sum over positions divided by their number. Its standard error is that of a ratio of
+two sums over sequences: positions of one sequence are not independent.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from . import trl_seam
+from .step_size import Measurement
+
+
+# Elements, in float32, that the distributions of a rank's sequences may have, before and after the step each
+LARGEST_DISTRIBUTIONS = 2**26
+
+
+def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
+    """
+    Which of `count` sequences of an optimizer step are measured: a share of them, at least one, at equal distances
+    from a place that is drawn for each step. The global random stream is not touched.
+    """
+    number = max(1, min(count, math.ceil(count * share)))
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    start = torch.rand((), generator=generator, dtype=torch.float64).item()
+    return [int((place + start) * count / number) for place in range(number)]
+
+
+def divergences(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """
+    Sums over a sequence's positions of their divergence, and numbers of positions: `[B, 2]`, in float64.
+
+    Args:
+        before, after (`torch.Tensor`): log-probabilities `[B, C]` of the tokens, or `[B, C, V]` of the vocabulary.
+        mask (`torch.Tensor`): `[B, C]`, nonzero at the positions that count.
+    """
+    if before.dim() == 3:
+        # In float32 the sum over the vocabulary would have an error of the size of a small divergence
+        each = torch.stack([_of_distributions(*rows) for rows in zip(before, after, strict=True)])
+    else:
+        change = after.double() - before.double()
+        each = torch.expm1(change) - change
+    counts = mask.bool()
+    each = torch.where(counts, each, 0.0)
+    return torch.stack([each.sum(dim=1), counts.sum(dim=1).double()], dim=1)
+
+
+def _of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """`[C]`, from log-probabilities `[C, V]`; a token that cannot occur before the step adds nothing."""
+    before, after = before.double().log_softmax(-1), after.double().log_softmax(-1)
+    terms = before.exp() * (before - after)
+    return torch.where(before.isneginf(), 0.0, terms).sum(-1).clamp(min=0)
+
+
+def sums(rows: torch.Tensor) -> torch.Tensor:
+    """What of [`divergences`] `[B, 2]` adds up over ranks: `[6]`."""
+    kl, tokens = rows.unbind(dim=1)
+    present = (tokens > 0).double()
+    parts = [kl, tokens, kl * kl, tokens * tokens, kl * tokens, present]
+    return torch.stack([part.sum() for part in parts])
+
+
+def measurement(totals: list[float]) -> Measurement:
+    """The measurement that [`sums`] over all sequences make. One sequence alone has an error as large as its value."""
+    kl, tokens, kl_square, tokens_square, product, count = totals
+    if tokens == 0:
+        return Measurement(0.0, 0.0)
+    mean = kl / tokens
+    if count < 2:
+        return Measurement(mean, mean)
+    residual = max(0.0, kl_square - 2 * mean * product + mean**2 * tokens_square)
+    return Measurement(mean, math.sqrt(count / (count - 1) * residual) / tokens)
+
+
+class StepKL:
+    """
+    The sequences by which one optimizer step after the other is measured.
+
+    Args:
+        trainer ([`ISOPOTrainer`]): the trainer.
+        share (`float`): of the step's sequences, in (0, 1].
+    """
+
+    def __init__(self, trainer: Any, share: float):
+        self._trainer = trainer
+        self._share = share
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self._seen = 0
+        self._batches: list[trl_seam.Batch] = []
+        self._before: list[torch.Tensor] = []
+        self._whole = False
+
+    def note(self, batch: trl_seam.Batch) -> None:
+        """Take those sequences out of a microbatch of the step that the step is measured by."""
+        size, trainer = len(batch.completion_mask), self._trainer
+        count = size * trainer.current_gradient_accumulation_steps
+        # The same on all ranks, so that they make as many passes
+        places = drawn(count, self._share, trainer.state.global_step, trainer.args.seed)
+        rows = [place - self._seen for place in places if 0 <= place - self._seen < size]
+        self._seen += size
+        if rows:
+            self._batches.append(batch.rows(rows))
+
+    def score(self) -> None:
+        """Before the step."""
+        self._batches = trl_seam.joined(self._trainer, self._batches)
+        most = max((trl_seam.distribution_size(self._trainer, batch) for batch in self._batches), default=0)
+        # Sharded models are gathered in both cases, but not in the same way
+        most = self._trainer.accelerator.gather(torch.tensor([most], device=self._trainer.accelerator.device)).max()
+        self._whole = 0 < int(most) <= LARGEST_DISTRIBUTIONS
+        self._before = self._scores()
+
+    def measure(self) -> Measurement:
+        """After the step, as often as needed. The same on all ranks."""
+        device = self._trainer.accelerator.device
+        parts = zip(self._batches, self._before, self._scores(), strict=True)
+        rows = [divergences(before, after, batch.scored) for batch, before, after in parts]
+        totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
+        return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
+
+    def _scores(self) -> list[torch.Tensor]:
+        score = trl_seam.log_distributions if self._whole else trl_seam.batch_logps
+        with torch.no_grad(), evaluating(self._trainer.model), in_float32(self._trainer):
+            scores = [score(self._trainer, batch) for batch in self._batches]
+        # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
+        for module in self._trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return scores
+
+
+@contextmanager
+def in_float32(trainer: Any) -> Iterator[None]:
+    """Context in which a model whose weights are in float32 is not run in bf16, unless its attention must be."""
+    model, accelerator = trainer.model, trainer.accelerator
+    wide = all(p.dtype == torch.float32 for p in model.parameters())
+    fused = "flash" in str(getattr(model.config, "_attn_implementation", None))
+    with ExitStack() as loans:
+        # FSDP2 casts the weights it gathers by itself
+        if accelerator.native_amp and wide and not fused and not accelerator.is_fsdp2:
+            loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
+            loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
+            loans.enter_context(trl_seam.borrowed(torch.backends.cuda.matmul, fp32_precision="tf32"))
+        yield
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which every module is in evaluation mode."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

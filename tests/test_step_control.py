@@ -1,0 +1,222 @@
+"""With `target_kl`, steps of the trainer are as long as they are asked to be, wherever the learning rate starts."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
+from isopo_trl.step_control import PATIENCE, REFUSED
+from tests import tiny, training
+
+
+TARGET = 1e-3
+SETTINGS = {"target_kl": TARGET, "step_kl_share": 1.0, "lr_scheduler_type": "constant"}
+
+
+def steps(trainer):
+    trainer.train()
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+class Rates(TrainerCallback):
+    """Learning rates that the optimizer is left with."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.seen |= {group["lr"] for group in optimizer.param_groups}
+
+
+def test_the_start_does_not_matter(tmp_path):
+    """Learning rates six orders of magnitude apart; the later steps of each run are of the same length."""
+    rates = []
+    for start in (1e-5, 10.0):
+        trainer, left = training.build(tmp_path, "qwen3", learning_rate=start, max_steps=9, **SETTINGS), Rates()
+        trainer.add_callback(left)
+        lines = steps(trainer)
+        assert left.seen == {start}
+        late = [line["step/kl"] for line in lines[-4:]]
+        assert TARGET / 4 < math.exp(sum(map(math.log, late)) / 4) < 2 * TARGET, late
+        # What every step is held to, the first one as well
+        assert all(line["step/kl"] <= step_size.OVERSHOOT * TARGET for line in lines)
+        assert all(line["learning_rate"] == start for line in lines)  # the scheduler's own is left alone
+        rates.append(lines[-1]["step/learning_rate"])
+    assert 0.3 < rates[0] / rates[1] < 3
+
+
+def test_a_step_that_goes_too_far_is_cut_to_the_target(tmp_path):
+    lines = steps(training.build(tmp_path, "qwen3", learning_rate=0.1, max_steps=1, rule="none", **SETTINGS))
+    assert lines[0]["step/kl"] == pytest.approx(TARGET, rel=step_size.CLOSE)
+    assert 0 < lines[0]["step/kept"] < 0.1
+    assert lines[0]["step/learning_rate"] == pytest.approx(0.1 * lines[0]["step/kept"])
+
+
+class Before(TrainerCallback):
+    """Keeps the weights as they are before the step."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("smallest", [kept_weights.SMALL, 0])
+def test_the_cut_is_along_the_step_and_leaves_the_moments(smallest, tmp_path, monkeypatch):
+    """Beside a step of the same gradient that was not cut; with a copy of the weights, and without."""
+    monkeypatch.setattr(kept_weights, "SMALL", smallest)
+    runs = []
+    for settings in (SETTINGS, {"lr_scheduler_type": "constant"}):
+        before = Before()
+        model = tiny.model("qwen3", dtype=torch.float64)
+        options = {"callbacks": [before]}
+        trainer = training.build(tmp_path, model, learning_rate=0.1, max_steps=1, options=options, **settings)
+        (line,) = steps(trainer)
+        if trainer.step_control is not None:
+            assert (trainer.step_control._kept.bytes > 0) == bool(smallest)
+        moments = [state["exp_avg_sq"] for state in trainer.optimizer.state.values()]
+        runs.append((before.weights, dict(model.named_parameters()), line, moments))
+    (start, cut, line, moments), (_, whole, _, expected) = runs
+    for name, weight in start.items():
+        torch.testing.assert_close(
+            cut[name], weight + line["step/kept"] * (whole[name] - weight), rtol=1e-9, atol=1e-12
+        )
+    assert all(torch.equal(*pair) for pair in zip(moments, expected, strict=True))
+
+
+def test_a_schedule_multiplies_the_target(tmp_path):
+    settings = {**SETTINGS, "lr_scheduler_type": "linear", "warmup_steps": 2}
+    before = tiny.model("qwen3").state_dict()
+    trainer = training.build(tmp_path, "qwen3", learning_rate=1e-3, max_steps=8, **settings)
+
+    class Still(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                self.same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+    still = Still()
+    trainer.add_callback(still)
+    lines = steps(trainer)
+    # Warmup begins with nothing: no step, and nothing is learned from it
+    assert still.same and lines[0]["learning_rate"] == 0 and "step/kl" not in lines[0]
+    share = [line["learning_rate"] / 1e-3 for line in lines]
+    assert share[1] == pytest.approx(0.5) and share[2] == 1 and share[-1] < 0.2
+    # The first step is at the starting rate: the schedule goes under the root
+    assert lines[1]["step/learning_rate"] == pytest.approx(1e-3 * math.sqrt(share[1]) * lines[1]["step/kept"])
+    for line, factor in zip(lines[1:], share[1:], strict=True):
+        assert line["step/kl"] <= step_size.OVERSHOOT * TARGET * factor
+
+
+def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path):
+    settings = {**SETTINGS, "learning_rate": 0.05, "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    whole = training.build(tmp_path / "run", "qwen3", **settings)
+    expected = steps(whole)
+    again = training.build(tmp_path / "run", "qwen3", **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert again.step_control.size == whole.step_control.size
+    resumed = [line for line in again.state.log_history if "loss" in line]
+    for line, other in zip(resumed[3:], expected[3:], strict=True):
+        names = [name for name in line if name.startswith("step/")]
+        assert names and all(line[name] == other[name] for name in names)
+    for one, two in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+class Destructive(torch.optim.SGD):
+    """Leaves nothing of the weights."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.fill_(torch.nan)
+
+
+def test_steps_that_cannot_be_measured_are_taken_back_wholly_and_end_the_run_after_a_few(tmp_path):
+    model = tiny.model("qwen3")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Destructive(model.parameters(), lr=0.1)
+    options = {"optimizers": (optimizer, None)}
+    trainer = training.build(tmp_path, model, max_steps=10, options=options, **SETTINGS)
+    with pytest.raises(FloatingPointError, match=f"{PATIENCE} steps in a row"):
+        trainer.train()
+    assert trainer.state.global_step == PATIENCE - 1
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert all(line["step/kept"] == 0 and line["step/kl"] == 0 for line in lines)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises_the_rate(tmp_path):
+    settings = {**SETTINGS, "optim": "sgd", "max_steps": 2}
+    same = training.build(tmp_path, "qwen3", reward=lambda completions, **_: [1.0] * len(completions), **settings)
+    same.train()
+    assert same.step_control.size.rate == 1
+    small = training.build(tmp_path, "qwen3", **{**settings, "learning_rate": 1e-20})
+    small.train()
+    assert small.step_control.size.rate == step_size.LARGEST_CHANGE**2
+
+
+def run(tmp_path, **settings):
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    options = {"peft_config": lora} if settings.pop("lora", False) else {}
+    trainer = training.build(
+        tmp_path, "qwen3", options=options, **{**SETTINGS, "max_steps": 2, "learning_rate": 0.05, **settings}
+    )
+    lines = steps(trainer)
+    assert lines[0]["step/kept"] < 1
+    assert all(0 < line["step/kl"] <= step_size.OVERSHOOT * TARGET for line in lines)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule": "interacting", "token_weights": "p3o", "num_iterations": 2},
+        {"rule": "none", "token_weights": "kpo", "optim": "adafactor"},
+        {"rule": "fig4", "lora": True, "gradient_accumulation_steps": 2, "step_kl_share": 1 / 3},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "entropy_coef": 0.01},
+    ],
+    ids=str,
+)
+def test_every_rule_and_weighting_has_steps_of_that_length(settings, tmp_path):
+    run(tmp_path, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting", "none"])
+@pytest.mark.parametrize("weights", ["none", "sampler", "p3o", "kpo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_every_combination_has_steps_of_that_length(rule, weights, loss_type, lora, tmp_path):
+    run(tmp_path, rule=rule, token_weights=weights, loss_type=loss_type, lora=lora, num_iterations=2)
+
+
+class UnderDeepSpeed(ISOPOTrainer):
+    """As far as it knows."""
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+@pytest.mark.parametrize("settings", [{"target_kl": 0.01}, {"log_step_kl": True}, {"behaviour_kl": 0.1}], ids=str)
+def test_deepspeed_is_refused(settings, tmp_path):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=f"{name}={value} is not supported under DeepSpeed"):
+        training.build(tmp_path, "qwen3", UnderDeepSpeed, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings,said",
+    [
+        *(({"target_kl": value}, "nats per token") for value in (0.0, -1.0, math.inf, math.nan)),
+        *(({"step_kl_share": value}, "share of a step's sequences") for value in (0.0, 1.5, math.nan)),
+        ({"target_kl": 0.01, "learning_rate": 0.0}, "learning rate, which is 0"),
+        ({"target_kl": "small"}, "target_kl='small' is of type str"),
+        *(({"target_kl": 0.01, "optim": name}, f"does not work with optim='{name}'") for name in REFUSED),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(settings, said, tmp_path):
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        ISOPOConfig(str(tmp_path), use_cpu=True, bf16=False, **settings)

@@ -1,0 +1,221 @@
+"""What is measured of a step is its KL divergence, by enumeration over the vocabulary."""
+
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from isopo_trl import ISOPOTrainer, step_kl, trl_seam
+from isopo_trl.step_kl import divergences, drawn, measurement, sums
+from tests import oracle, tiny, training
+
+
+# On plain tensors
+
+
+def distributions(*shape):
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(*shape, generator=generator, dtype=torch.float64).log_softmax(-1)
+    return before, (before + 0.3 * torch.randn(*shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
+
+
+def test_divergences_of_distributions_are_exact_and_masked():
+    before, after = distributions(2, 3, 7)
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
+    expected = (before.exp() * (before - after)).sum(-1)
+    found = divergences(before + 5, after - 3, mask)  # logits, whatever they are shifted by
+    torch.testing.assert_close(found[:, 0], (expected * mask).sum(1))
+    assert found[:, 1].tolist() == [2, 1]
+    before[0, 0, 2] = -math.inf  # cannot be drawn
+    assert divergences(before, after, mask).isfinite().all()
+
+
+def test_divergences_of_tokens_have_the_mean_of_those_of_distributions():
+    before, after = distributions(7)
+    of_each_token = divergences(before.unsqueeze(1), after.unsqueeze(1), torch.ones(7, 1))[:, 0]
+    assert of_each_token.min() >= 0
+    expected = (before.exp() * (before - after)).sum()
+    torch.testing.assert_close((before.exp() * of_each_token).sum(), expected)
+
+
+def test_the_error_is_that_of_a_ratio_of_sums_over_sequences_on_all_ranks():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, 50, (9,), generator=generator).double()
+    kl = tokens * torch.rand(9, generator=generator, dtype=torch.float64)
+    rows = torch.stack([kl, tokens], dim=1)
+    empty = torch.zeros(1, 2, dtype=torch.float64)  # a sequence without a token is none
+    found = measurement((sums(rows[:4]) + sums(torch.cat([rows[4:], empty]))).tolist())
+    ratio = kl.sum() / tokens.sum()
+    spread = (kl - ratio * tokens).var() * len(kl)
+    assert found.kl == pytest.approx(ratio.item())
+    assert found.stderr == pytest.approx((spread.sqrt() / tokens.sum()).item())
+    one = measurement(sums(rows[:1]).tolist())
+    assert one.stderr == one.kl
+    assert measurement(sums(empty).tolist()).kl == 0
+
+
+def test_sequences_are_drawn_evenly_and_from_a_stream_of_their_own():
+    state, hits = torch.get_rng_state(), torch.zeros(128)
+    for step in range(2000):
+        places = drawn(128, 1 / 32, step, seed=0)
+        assert [place // 32 for place in places] == [0, 1, 2, 3]  # one of each microbatch of 32
+        hits[places] += 1
+    assert torch.equal(state, torch.get_rng_state())
+    assert 30 < hits.min() and hits.max() < 100  # 62.5 on average, standard deviation 8
+    assert drawn(3, 1 / 32, 0, 0) != [] and drawn(5, 1.0, 7, 0) == [0, 1, 2, 3, 4]
+
+
+# In a trainer
+
+
+class Recorded(ISOPOTrainer):
+    """Keeps the microbatches of the run, by optimizer step."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        self.__dict__.setdefault("batches", []).append(inputs)
+        return inputs
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights before and after every step."""
+
+    def __init__(self):
+        self.before, self.after = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.before.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.after.append({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def exact_divergence(model, batch, before, after, temperature):
+    """Of each sequence alone, unpadded: sum over its completion's positions, by enumeration, and their number."""
+    rows = []
+    for place in range(len(batch["prompt_ids"])):
+        prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()]
+        completion = batch["completion_ids"][place][batch["completion_mask"][place].bool()]
+        ids, logits = torch.cat([prompt, completion]).unsqueeze(0), []
+        for weights in (before, after):
+            model.load_state_dict(weights)
+            with torch.no_grad():
+                logits.append((model(input_ids=ids, use_cache=False).logits[0] / temperature).log_softmax(-1))
+        old, new = (values[len(prompt) - 1 : -1] for values in logits)
+        rows.append([(old.exp() * (old - new)).sum().item(), len(completion)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("of_tokens", [False, True])
+def test_the_measured_divergence_is_that_of_the_step(of_tokens, float64_throughout, tmp_path, monkeypatch):
+    if of_tokens:
+        monkeypatch.setattr(step_kl, "LARGEST_DISTRIBUTIONS", 0)
+    weights = Weights()
+    trainer = training.build(
+        tmp_path,
+        tiny.model("qwen3", dtype=torch.float64),
+        Recorded,
+        options={"callbacks": [weights]},
+        log_step_kl=True,
+        step_kl_share=1.0,
+        temperature=0.8,
+        learning_rate=2e-3,
+        max_steps=3,
+        per_device_train_batch_size=6,
+        gradient_accumulation_steps=2,
+        max_completion_length=12,
+        model_init_kwargs=None,
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "step/kl" in line]
+    assert len(lines) == 3
+    model = tiny.model("qwen3", dtype=torch.float64).eval()
+    for step, line in enumerate(lines):
+        rows = [
+            exact_divergence(model, batch, weights.before[step], weights.after[step], 0.8)
+            for batch in trainer.batches[2 * step : 2 * step + 2]
+        ]
+        exact = measurement(sums(torch.cat(rows)).tolist())
+        if of_tokens:
+            assert abs(line["step/kl"] - exact.kl) < 5 * line["step/kl_stderr"]
+            assert line["step/kl"] != pytest.approx(exact.kl, rel=1e-6)
+        else:
+            assert line["step/kl"] == pytest.approx(exact.kl, rel=1e-6)
+            assert line["step/kl_stderr"] == pytest.approx(exact.stderr, rel=1e-6)
+
+
+def test_measuring_leaves_a_run_as_it_is(tmp_path):
+    runs = []
+    for setting in ({}, {"log_step_kl": True}):
+        trainer = training.build(tmp_path, "qwen3", max_steps=3, gradient_accumulation_steps=2, **setting)
+        lines = training.train(trainer)
+        kept = [{name: x for name, x in line.items() if "step/" not in name and "time" not in name} for line in lines]
+        runs.append((kept, trainer.model.state_dict()))
+        assert all(("step/kl" in line) == bool(setting) for line in lines)
+    assert runs[0][0] == runs[1][0]
+    for name, value in runs[0][1].items():
+        assert torch.equal(value, runs[1][1][name]), name
+
+
+def scored(trainer, batch, rows):
+    """Log-probabilities of the sequences in `rows`, by the batch as it is, and by what is kept of it."""
+    whole = trl_seam.Batch(batch)
+    with torch.no_grad(), step_kl.evaluating(trainer.model):
+        expected = trl_seam.batch_logps(trainer, whole)[rows]
+        (kept,) = trl_seam.joined(trainer, [whole.rows(rows[:1]), whole.rows(rows[1:])])
+        return expected, trl_seam.batch_logps(trainer, kept), trl_seam.log_distributions(trainer, kept), kept, whole
+
+
+def test_sequences_taken_out_of_their_batch_are_scored_as_in_it(float64_throughout, tmp_path):
+    trainer = training.build(
+        tmp_path, tiny.model("qwen3", dtype=torch.float64), temperature=0.7, model_init_kwargs=None, log_step_kl=True
+    )
+    batch = oracle.random_batch([3, 9, 5, 2], [4, 6, 0, 3], 50).for_trl()
+    batch["tool_mask"] = torch.ones_like(batch["completion_mask"])
+    batch["tool_mask"][3, 1] = 0
+    rows = [0, 3, 2]
+    expected, found, logits, kept, whole = scored(trainer, batch, rows)
+    width = kept.completion_mask.size(1)
+    assert width == 4 and kept.attention_mask.size(1) == 5 + 4  # no wider than the longest of them
+    assert torch.equal(kept.scored, whole.scored[rows][:, :width])
+    mask = kept.scored.bool()
+    torch.testing.assert_close(found[mask], expected[:, :width][mask])
+    own = logits.log_softmax(-1).gather(-1, kept["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(own[mask], found[mask])
+
+
+def test_empty_completions_are_measured_as_nothing(tmp_path):
+    trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
+    batch = trl_seam.Batch(oracle.random_batch([3, 2], [0, 0], 50).for_trl())
+    trainer.step_control.kl._batches = [batch.rows([0, 1])]
+    trainer.step_control.kl.score()
+    assert trainer.step_control.kl.measure().kl == 0
+
+
+def test_dropout_and_bf16_play_no_part_in_the_measurement(tmp_path):
+    """Two scores of the same weights are the same, and with weights in float32 they are float32's."""
+    model = tiny.model("qwen3")
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    trainer = training.build(tmp_path, model, log_step_kl=True, bf16=True, disable_dropout=False)
+    training.train(trainer)
+    kl = trainer.step_control.kl
+    assert trainer.accelerator.native_amp and trainer.model.training
+    batch = trl_seam.Batch(oracle.random_batch([3, 9, 5], [4, 6, 3], 50).for_trl())
+    kl._batches = [batch.rows([0, 1, 2])]
+    kl.score()
+    assert kl.measure().kl == 0
+    (found,) = kl._before
+    assert found.dtype == torch.float32
+    with torch.no_grad():
+        plain = tiny.model("qwen3").eval()
+        plain.load_state_dict(trainer.model.state_dict())
+        (kept,) = kl._batches
+        ids = torch.cat([kept["prompt_ids"], kept["completion_ids"]], dim=1)
+        logits = plain(input_ids=ids, attention_mask=kept.attention_mask, use_cache=False).logits
+    mask = kept.scored.bool()
+    expected = logits[:, -found.size(1) - 1 : -1]
+    torch.testing.assert_close(found[mask], expected[mask])
+    assert trainer.model.training and trainer.accelerator.native_amp
