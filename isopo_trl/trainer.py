@@ -132,6 +132,8 @@ class ISOPOTrainer(GRPOTrainer):
             args._rule(),
             regularization_decay=args.regularization_decay,
             fisher_samples=args.fisher_samples,
+            fisher_scope=args.fisher_scope,
+            fisher_steps=args.fisher_steps,
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
@@ -230,6 +232,7 @@ class ISOPOTrainer(GRPOTrainer):
                 attention_mask=batch.attention_mask,
                 completion_mask=batch.completion_mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
+                sequence_keys=batch.keys_of_content if self.args.fisher_scope == "step" else None,
             )
         trl_loss = partial(super()._compute_loss, model)
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, self.terms.needs_behaviour)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..geometry.sequences import Samples
 from ..geometry.statistics import elementwise_statistics
 from ..kernels import elementwise as kernel
 from ..microbatch import Microbatch
@@ -21,8 +22,9 @@ from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
-    sequences, samples, rule = microbatch.sequences, microbatch.samples, microbatch.rule
-    if microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
+    sequences, rule = microbatch.sequences, microbatch.rule
+    samples = microbatch.sampled(index, v)
+    if isinstance(samples, Samples | None) and microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
         return kernel.elementwise_gradient(v, sequences, samples, microbatch.kernel_ledger(index), index, dtype)
     statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)

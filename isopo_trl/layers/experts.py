@@ -278,7 +278,11 @@ def _gradients(
     """`sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`."""
     # With only the biases trained, the input that is always 1 is all there is
     inputs = a if weight else a.new_zeros(len(a), 1)
-    statistics = routed_statistics(g, inputs, bias, routing, microbatch.samples, microbatch.rule.needs)
+    samples: Any = microbatch.samples
+    if microbatch.draw is not None:
+        places = (routing.choices, routing.places)
+        samples = microbatch.draw.exchange_routed(stack.index, g, inputs, *places) or samples
+    statistics = routed_statistics(g, inputs, bias, routing, samples, microbatch.rule.needs)
     c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
     if bias or g.shape[1] <= a.shape[1]:
         g = routing.scaled(g, c)

@@ -34,7 +34,12 @@ class RMSNormLayer(ElementwiseLayer):
         return _RMSNorm.apply(x, module.weight, self, microbatch)
 
     def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
-        if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
+        if (
+            x.dim() not in (3, 4)
+            or x.shape[-1] > rms_norm.MOST_FEATURES
+            or not microbatch.kernels_take(x)
+            or microbatch.draw is not None
+        ):
             return False
         axes = self.axes(x, microbatch)
         in_place = axes == (0, 1) or (x.dim() == 3 and axes == (1,))  # [B, T, d], [1, B T, d], [B, T, H, d]
