@@ -96,6 +96,12 @@ def sampled_positions(batch, step, number, keys, seed=42):
     return torch.tensor([row for _, row in sorted(hashes)[:number]])
 
 
+def sequence_order(keys, step, seed=42):
+    """Sequences by the hashes of their keys."""
+    salt = mixed(mixed(seed) + step * GOLDEN)
+    return sorted(range(len(keys)), key=lambda s: mixed(mixed(keys[s] ^ salt)) % 2**63)
+
+
 WEIGHTS = functools.partial(oracle.token_weights, loss_type="dr_grpo", max_completion_length=8)
 
 
