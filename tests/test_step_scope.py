@@ -25,6 +25,10 @@ RULES = ["fisher", "npg", "fig4"]
 
 @pytest.fixture(autouse=True)
 def everything_in_float64(monkeypatch):
+    in_float64(monkeypatch)
+
+
+def in_float64(monkeypatch):
     """Models and TRL's fused head go to float32 in places, whatever the model is in; here they cannot."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     for name in ("float", "float32"):  # both names are in use
@@ -126,7 +130,7 @@ def means_of_step(V, samples, rule, history):
     return {**own, "fx": (f * F)[alive].mean().item(), "x": F[alive].mean().item()}
 
 
-def expected_steps(model, gradients, batches, rule, keys, seed=42, steps=1, scales=None):
+def expected_steps(model, gradients, batches, rule, keys, seed=42):
     """
     The expected gradients of each step, where the first is not cut.
 
@@ -142,8 +146,6 @@ def expected_steps(model, gradients, batches, rule, keys, seed=42, steps=1, scal
             V = G[name].sum(1)
             samples = own[name] if kept is None else kept[name]
             c = oracle.coefficients(V, samples, batch.advantages, rule, history=None if means is None else means[name])
-            if scales is not None:
-                c = c * scales
             parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
             for p, flat in zip(parameters, (c @ V).split([p.numel() for p in parameters]), strict=True):
                 result[p] = result.get(p, 0) + flat.view_as(p)
@@ -172,20 +174,14 @@ def log_likelihood(model, part, weights):
     return -(logps[:, -C:] * weights[:, :C]).sum()
 
 
-def run_step(model, isopo, batch, cut, scales=None, keys=None):
+def run_step(model, isopo, batch, cut, by_content=True, weights=None):
     model.zero_grad()
-    for number, (rows, part) in enumerate(parts_of(batch, cut)):
-        scale = 1.0 if scales is None else scales[number]
-        given = None if keys is None else keys(part)
-        with isopo.microbatch(
-            part.advantages, attention_mask=part.attention_mask, loss_scale=scale, sequence_keys=given
-        ):
-            (scale * log_likelihood(model, part, WEIGHTS(batch)[rows])).backward()
+    weights = WEIGHTS(batch) if weights is None else weights
+    for rows, part in parts_of(batch, cut):
+        keys = reservoir.content_keys(part.input_ids, part.attention_mask) if by_content else None
+        with isopo.microbatch(part.advantages, attention_mask=part.attention_mask, sequence_keys=keys):
+            log_likelihood(model, part, weights[rows]).backward()
     isopo.step()
-
-
-def by_content(part):
-    return reservoir.content_keys(part.input_ids, part.attention_mask)
 
 
 def number_and_content(kind):
@@ -213,7 +209,7 @@ def test_no_gradient_depends_on_how_the_step_is_cut(rule, lora, cut):
     isopo = ISOPO(model, rule, fisher_samples=SAMPLES, fisher_scope="step", seed=42)
     for step, expected in enumerate(expectation(lora, rule)):
         # Where the first is not cut, all are as the definition says
-        run_step(model, isopo, batch_of(step), CUTS[cut] if step else [16])
+        run_step(model, isopo, batch_of(step), CUTS[cut] if step else [16], by_content=False)
         check(model, of(model, expected))
 
 
@@ -222,7 +218,7 @@ def test_from_the_third_step_on_nothing_is_left_of_how_the_first_was_cut(cut):
     model = build()
     isopo = ISOPO(model, "fig4", fisher_samples=SAMPLES, fisher_scope="step", seed=42)
     for step in range(STEPS):
-        run_step(model, isopo, batch_of(step), CUTS[cut], keys=by_content)
+        run_step(model, isopo, batch_of(step), CUTS[cut])
     check(model, of(model, expectation(False, "fig4", "content")[-1]))
 
 
