@@ -16,10 +16,15 @@ import torch.distributed as dist
 
 from .geometry import reservoir
 from .geometry.sequences import SampleRows, Samples, Sequences
+from .geometry.statistics import accumulation_dtype
+from .kernels import kept_rows as kernels
 
 
 # Elements of one layer's gradients of whole sequences, where these are the samples: 32 MiB in float32
 MOST_ELEMENTS = 2**23
+
+# In elements: kernels want rows that begin at a multiple of 16 bytes
+_ALIGNMENT = 16
 
 _Rows = dict[str, torch.Tensor]
 
@@ -108,7 +113,9 @@ class KeptRows:
         collected = self._collected.get(layer)
         if collected is None:
             number = self.set_for(size).size
-            collected = {name: x.new_zeros(number, *x.shape[1:]) for name, x in rows.items()}
+            # Vectors are small: they are kept as they were summed
+            types = {name: x.dtype if "a" in rows else accumulation_dtype(x.dtype) for name, x in rows.items()}
+            collected = {name: x.new_zeros(number, *x.shape[1:], dtype=types[name]) for name, x in rows.items()}
             self._collected[layer], self._set_of[layer] = collected, size
         number = self.set_for(size).number
         return {name: buffer[:number] for name, buffer in collected.items()}
@@ -201,11 +208,11 @@ class KeptRows:
             for name, buffer in rows.items():
                 by_type.setdefault(buffer.dtype, []).append((layer, name, buffer))
         for entries in by_type.values():
-            flat = entries[0][2].new_zeros(sum(buffer.numel() for _, _, buffer in entries))
+            sizes = [-(-buffer.numel() // _ALIGNMENT) * _ALIGNMENT for _, _, buffer in entries]
+            flat = entries[0][2].new_zeros(sum(sizes))
             self._flat.append(flat)
-            views = flat.split([buffer.numel() for _, _, buffer in entries])
-            for (layer, name, buffer), view in zip(entries, views, strict=True):
-                self._held.setdefault(layer, {})[name] = view.view_as(buffer)
+            for (layer, name, buffer), view in zip(entries, flat.split(sizes), strict=True):
+                self._held.setdefault(layer, {})[name] = view[: buffer.numel()].view_as(buffer)
                 if layer in before:
                     self._held[layer][name].copy_(before[layer][name])
 
@@ -282,6 +289,7 @@ class Draw:
     factor: float
     samples: Samples = field(init=False)
     outcomes: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
+    _slots: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self):
         self.offered, self.samples = reservoir.best(self.priorities, self.rows, self.kept.samples)
@@ -313,9 +321,30 @@ class Draw:
             sequences (`int`): if not 0, rows are those of whole sequences, of which so many are kept.
         """
         slots = Slots(self.kept.slots_of(layer, sequences, rows), self.source(sequences), self.factor)
-        for name, x in rows.items():
-            slots.put(name, x)
+        if self.factor == 1 and kernels.take(rows, slots.buffers):
+            kernels.put(slots.buffers, rows, slots.source)
+        else:
+            for name, x in rows.items():
+                slots.put(name, x)
         return self.kept.rows_of(layer)
+
+    def is_plain(self, layer: int) -> bool:
+        """Whether the layer is measured with rows from before, and its own are kept as they are."""
+        return self.factor == 1 and self.kept.holds(layer)
+
+    def buffer_of(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+        """Where the rows of an elementwise parameter are collected, `[n, d]`, for one like `[..., d]`."""
+        return self.kept.slots_of(layer, 0, {"g": like.new_empty(0, like.shape[-1])})["g"]
+
+    def slots(self, rows: int) -> torch.Tensor:
+        """Which slot each of so many rows gets, `[N]`, or `-1`."""
+        if self._slots is None:
+            source = self.source()
+            numbers = torch.arange(len(source), dtype=torch.int32, device=source.device)
+            slots = torch.full((rows + 1,), -1, dtype=torch.int32, device=source.device)
+            # Slots that get none all write to the spare last row
+            self._slots = slots.scatter(0, torch.where(source < 0, rows, source), numbers)[:rows]
+        return self._slots
 
     def in_parts(self, layer: int, like: _Rows, row_of: torch.Tensor) -> "Slots":
         """

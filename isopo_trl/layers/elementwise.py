@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..geometry.sequences import Samples
 from ..geometry.statistics import elementwise_statistics
 from ..kernels import elementwise as kernel
 from ..microbatch import Microbatch
@@ -24,7 +23,7 @@ def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dt
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
     sequences, rule = microbatch.sequences, microbatch.rule
     samples = microbatch.sampled(index, v)
-    if isinstance(samples, Samples | None) and microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
+    if microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
         return kernel.elementwise_gradient(v, sequences, samples, microbatch.kernel_ledger(index), index, dtype)
     statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)

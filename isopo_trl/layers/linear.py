@@ -99,10 +99,12 @@ def linear_gradient(
     """
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         return None, elementwise_gradient(g, index, microbatch, dtype)
-    kernels = g.dtype == a.dtype and microbatch.kernels_take(g) and microbatch.draw is None
     sequences, needs = microbatch.sequences, microbatch.rule.needs
     samples = microbatch.sampled(index, g, a=a)
     n = 0 if samples is None else samples.number
+    kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
+    if isinstance(samples, SampleRows):
+        kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
     size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
     strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
     if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
