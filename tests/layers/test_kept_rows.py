@@ -51,6 +51,7 @@ def run(layer, x, cotangent, rule, cut, samples, packed=False, steps=2):
     return [p.grad for p in layer.parameters() if p.requires_grad]
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("cut,packed", [([3], False), ([1, 2], False), ([1, 1, 1], False), ([3], True)], ids=str)
 @pytest.mark.parametrize("rule", ["fisher", "fig4"])
 @pytest.mark.parametrize("name", LAYERS)
