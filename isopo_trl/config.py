@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from .behaviour import DEFAULT
 from .bounds import check_bounds
-from .isopo import check_settings
+from .isopo import check_scope, check_settings
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings import check_fields, checked, shown
@@ -89,6 +89,15 @@ class ISOPOConfig(GRPOConfig):
         fisher_samples (`int`, *optional*, defaults to `64`):
             Number of token positions per microbatch at which the Fisher metric is taken (250 in the author's code).
             More than there are means all of them.
+        fisher_scope (`str`, *optional*, defaults to `"microbatch"`):
+            Where these positions are from. `"microbatch"`: the microbatch whose sequences are measured. `"step"`: all
+            microbatches and ranks of the optimizer step before, whose inputs and cotangents at these positions are
+            kept for each layer, so that no coefficient depends on how the batch is cut into microbatches or spread
+            over ranks. The first step goes by the microbatch. Takes memory for `2 fisher_samples` rows of each
+            layer's inputs and outputs.
+        fisher_steps (`int`, *optional*, defaults to `1`):
+            With `fisher_scope="step"`, how many steps back these positions reach: each step replaces one part in
+            `fisher_steps` of them.
         group_microbatches (`bool`, *optional*, defaults to `False`):
             Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
             `"interacting"`, which sees the sequences of one microbatch. The order of the prompts stays random.
@@ -203,6 +212,17 @@ class ISOPOConfig(GRPOConfig):
             "are means all of them."
         },
     )
+    fisher_scope: str = field(
+        default="microbatch",
+        metadata={
+            "help": "Where these positions are from: 'microbatch', or 'step' (all microbatches and ranks of the "
+            "optimizer step before, so that nothing depends on how the batch is cut)."
+        },
+    )
+    fisher_steps: int = field(
+        default=1,
+        metadata={"help": "With `fisher_scope='step'`, how many steps back these positions reach."},
+    )
     group_microbatches: bool = field(
         default=False,
         metadata={
@@ -289,8 +309,9 @@ class ISOPOConfig(GRPOConfig):
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
             self.token_weights = "sampler" if corrected and not ratio_loss.takes_ratio(self) else "none"
-        self._rule()
+        rule = self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
+        check_scope(self.fisher_scope, self.fisher_steps, self.fisher_samples, rule)
         for unsupported, message in (*refusals(self), *ratio_loss.refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .geometry.sequences import Sequences, draw_samples
+from .kept_rows import KeptRows
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
@@ -66,6 +67,10 @@ class ISOPO:
             See [`ISOPOConfig`].
         fisher_samples (`int`, *optional*, defaults to `64`):
             See [`ISOPOConfig`].
+        fisher_scope (`str`, *optional*, defaults to `"microbatch"`):
+            See [`ISOPOConfig`]. With `"step"`, tell [`begin`] of each sequence's key.
+        fisher_steps (`int`, *optional*, defaults to `1`):
+            See [`ISOPOConfig`].
         seed (`int`, *optional*, defaults to `0`):
             Seed of the stream from which the sampled positions are drawn. The global random stream is not touched.
     """
@@ -77,12 +82,17 @@ class ISOPO:
         *,
         regularization_decay: float = 0.9,
         fisher_samples: int = 64,
+        fisher_scope: str = "microbatch",
+        fisher_steps: int = 1,
         seed: int = 0,
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
         self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
+        self.fisher_scope, self.fisher_steps = check_scope(fisher_scope, fisher_steps, self.fisher_samples, self.rule)
         self.seed = checked("seed", seed, int)
+        self._kept = KeptRows(self.fisher_samples, self.fisher_steps, self.seed) if fisher_scope == "step" else None
+        self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
         self._draws = 0
         self._last: tuple[Ledger, list[int]] | None = None
@@ -146,6 +156,7 @@ class ISOPO:
         sequence_ids: torch.Tensor | None = None,
         completion_mask: torch.Tensor | None = None,
         loss_scale: float = 1.0,
+        sequence_keys: torch.Tensor | None = None,
         prompts: torch.Tensor | None = None,
         signs: torch.Tensor | None = None,
     ) -> Microbatch:
@@ -165,6 +176,10 @@ class ISOPO:
             loss_scale (`float`, *optional*, defaults to `1.0`):
                 Constant that the loss is multiplied by and that may change from step to step, such as one over the
                 number of accumulated microbatches.
+            sequence_keys (`torch.Tensor`, *optional*):
+                `[m]`, whole numbers, only for `fisher_scope="step"`: by which each sequence is known, in whichever
+                microbatch and on whichever rank it is ([`~geometry.reservoir.content_keys`] makes them of its tokens).
+                If `None`, its number in the step, counted over ranks in turn.
             prompts (`torch.Tensor`, *optional*):
                 `[m]`, number of each sequence's prompt, by which cosines between gradients are reported.
             signs (`torch.Tensor`, *optional*):
@@ -190,14 +205,18 @@ class ISOPO:
             sequences, real = Sequences.regular(B, T), attention_mask != 0
         else:
             sequences, real = Sequences.from_ids(positions.reshape(-1), len(advantages)), positions >= 0
-        samples = None
-        if self.rule.needs.overlap:
+        self._close()
+        samples = draw = None
+        if self._kept is not None:
+            keys = self._keys(sequence_keys, advantages)
+            draw = self._kept.draw(real, sequences, keys, loss_scale)
+            samples = draw.samples
+        elif self.rule.needs.overlap:
             # The draw is a function of (seed, microbatch number over all ranks): nothing but a counter to save
             world, rank = _world()
             seed = (self.seed * 1_000_003 + self._draws * world + rank) % 2**63
             samples = draw_samples(real, self.fisher_samples, seed)
         self._draws += 1
-        self._close()
         self._current.microbatch = Microbatch(
             shape=(B, T),
             sequences=sequences,
@@ -207,10 +226,24 @@ class ISOPO:
             running=self._statistics(advantages.device),
             loss_scale=loss_scale,
             scored=completion_mask,
+            draw=draw,
             prompts=prompts,
             signs=signs,
         )
         return self._current.microbatch
+
+    def _keys(self, given: torch.Tensor | None, advantages: torch.Tensor) -> torch.Tensor:
+        """The sequences' keys, `[m]`."""
+        m, device = len(advantages), advantages.device
+        if given is None:
+            world, rank = _world()
+            return torch.arange(self._sequences, self._sequences + m, device=device) * world + rank
+        if given.shape != (m,) or given.is_floating_point() or given.is_complex():
+            raise ValueError(
+                f"`sequence_keys` must be whole numbers of shape [{m}], one per sequence, got {given.dtype} of shape "
+                f"{list(given.shape)}."
+            )
+        return given.to(device, torch.long)
 
     def unscaled(self, term: torch.Tensor) -> None:
         """
@@ -247,6 +280,8 @@ class ISOPO:
         """Forget the microbatch under way."""
         if self.current is not None:
             self.current.closed = True
+            if self._kept is not None and any(self.current.visits):
+                self._kept.restart()  # some layers have its rows, others have not
         self._current.microbatch = None
 
     def _close(self) -> None:
@@ -261,6 +296,11 @@ class ISOPO:
             self._every_layer_was_reached = True
             self._last = (microbatch.ledger, microbatch.visits)
             microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.visits])
+            if self._kept is not None and microbatch.draw is not None:
+                visits = zip(self._places, microbatch.visits, strict=True)
+                self._kept.unreached(microbatch.draw, [layer.index for layer, times in visits if not times])
+                self._kept.commit(microbatch.draw)
+                self._sequences += microbatch.sequences.count
 
     def _refuse_new_parameters(self) -> None:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
@@ -322,6 +362,10 @@ class ISOPO:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
         self._parameters_are_planned = False
         figures = self._running.step(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
+        if self._kept is not None:
+            self._kept.close(keep=figures["broken_sequences"] == 0)
+            self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
+            self._sequences = 0
         self._report_outlier(self._running.proportions, number)
         return figures
 
@@ -353,6 +397,8 @@ class ISOPO:
             if self._loaded is not None:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None
+            if self._kept is not None:
+                self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
         return self._running
 
     # State
@@ -365,8 +411,11 @@ class ISOPO:
             "rule": self.rule.settings,
             "regularization_decay": self.regularization_decay,
             "fisher_samples": self.fisher_samples,
+            "fisher_scope": self.fisher_scope,
+            "fisher_steps": self.fisher_steps,
             "draws": self._draws,
             "running": running,
+            "rows": None if self._kept is None else self._kept.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -398,13 +447,21 @@ class ISOPO:
         if running is not None:
             _verify_running(running, len(self._places))
         used = {"regularization_decay": any(self.rule.needs), "fisher_samples": self.rule.needs.overlap}
+        used |= dict.fromkeys(("fisher_scope", "fisher_steps"), self.rule.needs.overlap)
         changed = [name for name in used if used[name] and state.get(name, own[name]) != own[name]]
         if changed:
             changes = ", ".join(f"{name}={state[name]!r} to {own[name]!r}" for name in changed)
             warnings.warn(f"The saved ISOPO statistics go on with other settings: {changes}.", stacklevel=2)
         self._draws = state["draws"]
+        if self._kept is not None and not self._kept.load_state_dict(state.get("rows")):
+            logger.warning(
+                "The saved ISOPO statistics have no rows of the last step, or not as many as are set here: under "
+                "fisher_scope='step', the first step goes by the microbatch, as that of a new run does."
+            )
         if self._running is not None and state["running"] is not None:
             self._running.load_state_dict(state["running"])
+            if self._kept is not None:
+                self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
         else:
             self._loaded = state["running"]
 
@@ -453,6 +510,39 @@ def check_settings(regularization_decay: float, fisher_samples: int) -> tuple[fl
     if fisher_samples < 1:
         raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
     return regularization_decay, fisher_samples
+
+
+SCOPES = ("microbatch", "step")
+MOST_ROWS = 2**14
+
+
+def check_scope(fisher_scope: str, fisher_steps: int, fisher_samples: int, rule: Rule) -> tuple[str, int]:
+    """Where the Fisher metric is taken from; raises if that is unknown, or would change nothing."""
+    fisher_scope = checked("fisher_scope", fisher_scope, str)
+    fisher_steps = checked("fisher_steps", fisher_steps, int)
+    if fisher_scope not in SCOPES:
+        raise ValueError(f"fisher_scope={fisher_scope!r} is unknown: choose one of {', '.join(map(repr, SCOPES))}.")
+    if fisher_scope == "step" and not rule.needs.overlap:
+        raise ValueError(
+            f"fisher_scope='step' is about the Fisher norm, which rule={rule.name!r} does not look at: remove it, or "
+            "choose another rule ('fisher', 'npg', 'fig4')."
+        )
+    if fisher_scope == "step" and fisher_samples > MOST_ROWS:
+        raise ValueError(
+            f"fisher_samples={fisher_samples} rows would be held in memory for each layer under fisher_scope='step': "
+            f"set at most {MOST_ROWS}, or fisher_scope='microbatch'."
+        )
+    if not 1 <= fisher_steps <= fisher_samples:
+        raise ValueError(
+            f"fisher_steps={fisher_steps} must be a whole number from 1 to fisher_samples={fisher_samples}, of which "
+            "every step replaces its part."
+        )
+    if fisher_steps > 1 and fisher_scope != "step":
+        raise ValueError(
+            f"fisher_steps={fisher_steps} says how far back rows reach that are kept over steps: set "
+            "fisher_scope='step', or remove it."
+        )
+    return fisher_scope, fisher_steps
 
 
 def _world() -> tuple[int, int]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .geometry.sequences import Samples, Sequences
+from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
+from .kept_rows import Draw
 from .kernels.coefficients import KernelLedger, usable
 from .rules.ledger import Ledger
 from .rules.rule import Rule
@@ -33,6 +34,8 @@ class Microbatch:
         scored (`torch.Tensor`, *optional*): `[B, C]`, which of the last `C` predictions (positions `T - 1 - C` to `T -
             2`) are scored by TRL's chunked log-probabilities.
         prompts, signs (`torch.Tensor`, *optional*): `[m]`, for figures, see [`Ledger`].
+        draw ([`Draw`], *optional*): which of its rows are kept for the next step, where the samples are those of the
+            last one.
 
     Attributes:
         ledger ([`Ledger`]): the coefficients so far.
@@ -56,6 +59,7 @@ class Microbatch:
     scored: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     signs: torch.Tensor | None = None
+    draw: Draw | None = None
     ledger: Ledger = field(init=False)
     visits: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
@@ -94,10 +98,30 @@ class Microbatch:
         """Whether Triton's kernels can take a layer's rows `x` `[N, features]`."""
         known = self._kernels_take.get(x.dtype)
         if known is None:
-            m, n = self.sequences.count, 0 if self.samples is None else len(self.samples.rows)
+            m, n = self.sequences.count, 0 if self.samples is None else self.samples.number
+            if self.draw is not None:
+                n = self.draw.kept.samples
             known = self.sequences.index is None and usable(x, m, n, self.rule)
             self._kernels_take[x.dtype] = known
         return known
+
+    def sampled(self, index: int, g: torch.Tensor, **rows: torch.Tensor) -> Samples | SampleRows | None:
+        """
+        The samples that layer `index` is measured with, whose rows in this microbatch are `g` and `rows`, by the names
+        of the fields of [`SampleRows`]: positions of this microbatch, or rows of the last step.
+        """
+        if self.draw is None:
+            return self.samples
+        return self.draw.exchange(index, {"g": g, **rows}) or self.samples
+
+    def sampled_sequences(self, index: int, V: torch.Tensor) -> SampleRows | None:
+        """
+        The gradients of whole sequences that layer `index` is measured with, whose own are `V` `[m, d]`; `None` where
+        that is with these.
+        """
+        if self.draw is None:
+            return None
+        return self.draw.exchange(index, {"g": V}, self.draw.kept.sequences_of(V.shape[1]))
 
     def kernel_ledger(self, index: int) -> KernelLedger:
         """Where a kernel enters the coefficients of layer `index`, to which the backward pass has come."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SETTINGS = (
     "regularization_decay",
     "fisher_samples",
+    "fisher_scope",
     "token_weights",
     "loss_type",
     "learning_rate",

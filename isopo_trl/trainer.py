@@ -145,6 +145,8 @@ class ISOPOTrainer(GRPOTrainer):
             args._rule(),
             regularization_decay=args.regularization_decay,
             fisher_samples=args.fisher_samples,
+            fisher_scope=args.fisher_scope,
+            fisher_steps=args.fisher_steps,
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
@@ -258,6 +260,7 @@ class ISOPOTrainer(GRPOTrainer):
                 loss_scale=1 / self.current_gradient_accumulation_steps,
                 prompts=batch.get(PROMPT_NUMBERS),
                 signs=sign.detach(),
+                sequence_keys=batch.keys_of_content if self.args.fisher_scope == "step" else None,
             )
         trl_loss = partial(super()._compute_loss, model)
         watched = train and self.args.drift_bound is not None

@@ -52,6 +52,8 @@ import torch  # noqa: E402  # the wrong version should be told at once, and this
 from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+from .geometry.reservoir import content_keys  # noqa: E402
+
 
 # Looking up
 
@@ -231,6 +233,11 @@ class Batch(dict):
     def attention_mask(self) -> torch.Tensor:
         """`[B, P + C]`, nonzero at all real positions."""
         return torch.cat([self["prompt_mask"], self["completion_mask"]], dim=1)
+
+    @property
+    def keys_of_content(self) -> torch.Tensor:
+        """`[B]`, by which a sequence is known, in whichever microbatch and on whichever rank it is."""
+        return content_keys(torch.cat([self["prompt_ids"], self["completion_ids"]], dim=1), self.attention_mask)
 
     @property
     def scored(self) -> torch.Tensor:

@@ -57,6 +57,16 @@ REFUSED = [
     ({"regularization_decay": -0.1}, ["regularization_decay=-0.1", "[0, 1)"]),
     ({"fisher_samples": 0}, ["fisher_samples=0", "at least 1"]),
     ({"fisher_samples": 2.5}, ["fisher_samples=2.5", "whole number"]),
+    ({"fisher_scope": "batch"}, ["fisher_scope='batch'", "'microbatch', 'step'"]),
+    ({"fisher_scope": 1}, ["fisher_scope=1", "int", "a text"]),
+    *(
+        ({"fisher_scope": "step", "rule": rule}, ["fisher_scope='step'", f"rule='{rule}'", "remove", "'fisher'"])
+        for rule in ("interacting", "euclidean", "none")
+    ),
+    ({"fisher_scope": "step", "fisher_samples": 10**6}, ["fisher_samples=1000000", "memory", "at most 16384"]),
+    ({"fisher_steps": 0, "fisher_scope": "step"}, ["fisher_steps=0", "from 1 to fisher_samples=64"]),
+    ({"fisher_steps": 65, "fisher_scope": "step"}, ["fisher_steps=65", "from 1 to fisher_samples=64"]),
+    ({"fisher_steps": 2}, ["fisher_steps=2", "fisher_scope='step'", "remove"]),
     # Losses of the ratio
     ({"loss_type": "typo"}, ["loss_type='typo'", "'dapo'", "'cispo'"]),
     *(
@@ -441,8 +451,8 @@ def test_frozen_adapter_model_is_refused(tmp_path):
 
 COMMAND = (
     "--output_dir out --use_cpu --report_to none --rule fig4 --fisher_power 0.5 --norm_power -1.5 --relative_power -2 "
-    "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --scale paper "
-    "--group_microbatches "
+    "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --fisher_scope step "
+    "--fisher_steps 2 --group_microbatches --scale paper "
     "--beta 0.05 --kl_in_reward True --loss_type grpo --token_weights kpo --kpo_initial_variance 0.5 "
     "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01 "
     "--target_kl 1e-4 --log_step_kl --step_kl_share 0.5 --behaviour_kl 0.01 --target_kl_offload True"
@@ -463,6 +473,8 @@ def test_every_setting_can_be_given_on_the_command_line(parser):
         "regularization_decay": 0.8,
         "keep_small": True,
         "fisher_samples": 250,
+        "fisher_scope": "step",
+        "fisher_steps": 2,
         "group_microbatches": True,
         "scale": "paper",
         "token_weights": "kpo",

@@ -29,6 +29,7 @@ KERNELS = [
     "tests/kernels/test_coefficients.py",
     "tests/kernels/test_elementwise.py",
     "tests/kernels/test_experts.py",
+    "tests/kernels/test_kept_rows.py",
     "tests/kernels/test_launch.py",
     "tests/kernels/test_linear.py",
     "tests/kernels/test_rms_norm.py",
@@ -61,6 +62,13 @@ EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["
 UNSCALED = {"test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"]}
 TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"]}
 NOISE = {"test_gradients_that_are_zero_but_for_rounding_count_nowhere": ["62-torch.float32"]}
+KEPT_ROWS = {  # samples from before
+    "test_gradient_is_the_definition_with_the_rows_of_the_step_before": [
+        f"{layer}-{rule}-[1, 2]-False"
+        for layer in ("linear", "wide linear without bias", "LayerNorm", "llama's norm")
+        for rule in ("fisher", "fig4")
+    ],
+}
 OWN_RULE = {  # which the kernels do not know
     "test_gradient_is_the_definition_on_the_first_step_and_with_a_history": ["full-relative"],
 }
@@ -98,6 +106,7 @@ def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
         "token_weights/test_gradients": TOKEN_WEIGHTS,
         "rules/test_own_rule": OWN_RULE,
         "test_rounding_noise": NOISE,
+        "layers/test_kept_rows": KEPT_ROWS,
     }
     nodes = [
         f"tests/{file}.py::{test}[{case}]"
@@ -107,3 +116,10 @@ def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
     ]
     nodes.append("tests/rules/test_own_rule.py::test_the_kernels_leave_it_to_pytorch")
     assert passed(run_interpreted(*nodes)) == len(nodes)
+
+
+@pytest.mark.slow
+def test_with_interpreted_kernels_no_gradient_depends_on_how_the_step_is_cut():
+    test = "tests/test_step_scope.py::test_no_gradient_depends_on_how_the_step_is_cut"
+    cases = ["fisher-False-4 x 4", "npg-True-ragged", "fig4-False-2 x 8"]
+    assert passed(run_interpreted(*(f"{test}[{case}]" for case in cases))) == len(cases)

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from .cost import KEPT_LIMIT, Needs
-from .sequences import Samples, Sequences
+from .sequences import SampleRows, Samples, Sequences
 from .statistics import Statistics, accumulation_dtype, product, square_norms
 
 
@@ -171,13 +171,17 @@ class Routing:
         Returns their rows `[n k]`, their places `[n k]` in the first two dimensions of the stack (`E n` for samples
         that are absent), and `n`, the number of samples rounded up to what products like.
         """
-        n = -(-len(samples.rows) // _ALIGNMENT) * _ALIGNMENT
+        n = _aligned_number(samples.rows.shape[0])
         k = self.choices.shape[1]
         rows = self.places.view(-1, k)[samples.rows]
         number = torch.arange(len(samples.rows), device=rows.device)
         place = self.choices[samples.rows] * n + number.unsqueeze(1)
         place = torch.where(samples.absent.unsqueeze(1), self.experts * n, place)
         return rows.reshape(-1), place.reshape(-1), n
+
+
+def _aligned_number(n: int) -> int:
+    return -(-n // _ALIGNMENT) * _ALIGNMENT
 
 
 def takes_grouped(x: torch.Tensor, columns: int) -> bool:
@@ -220,7 +224,7 @@ def _segment_sums(x: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 
 def routed_statistics(
-    g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing, samples: Samples | None, needs: Needs
+    g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing, samples: Samples | SampleRows | None, needs: Needs
 ) -> Statistics:
     """
     Statistics of every expert from products between rows: `overlap` `[E, n, m]`, `sample_norm` `[E, n]`, `norm`
@@ -231,20 +235,28 @@ def routed_statistics(
         a (`torch.Tensor`): `[S, d]` inputs.
         bias (`bool`): whether a trained bias takes part, one more input that is always 1.
         routing ([`Routing`]): whose the rows are.
-        samples ([`Samples`], *optional*): sampled positions; needed for the overlap.
+        samples ([`Samples`] or [`SampleRows`], *optional*): sampled positions; needed for the overlap.
         needs ([`Needs`]): what to compute.
     """
     result = Statistics()
     if needs.overlap:
         assert samples is not None
-        rows, place, n = routing.sampled(samples)
+        if isinstance(samples, SampleRows):
+            assert samples.choices is not None
+            n = _aligned_number(samples.number)
+            number = torch.arange(samples.number, device=g.device)
+            place = (samples.choices * n + number.unsqueeze(1)).reshape(-1)
+            g_rows, a_rows = samples.g.flatten(0, 1), samples.inputs.flatten(0, 1)
+        else:
+            rows, place, n = routing.sampled(samples)
+            g_rows, a_rows = g[rows], a[rows]
 
         def stacked(x: torch.Tensor) -> torch.Tensor:
             stack = x.new_zeros(routing.experts * n + 1, x.shape[1])
-            stack[place] = x[rows]
+            stack[place] = x
             return stack[:-1].view(routing.experts, n, -1)
 
-        g_samples, a_samples = stacked(g), stacked(a)
+        g_samples, a_samples = stacked(g_rows), stacked(a_rows)
         # A sample that was not sent to an expert has g_j = 0 there
         gram = routing.product(a, a_samples.transpose(1, 2)).to(accumulation_dtype(a.dtype))
         products = routing.product(g, g_samples.transpose(1, 2)) * (gram + float(bias))

@@ -102,6 +102,11 @@ class Samples:
     absent: torch.Tensor
     _slots: torch.Tensor | None = field(init=False, default=None, compare=False)
 
+    @property
+    def number(self) -> int:
+        """How many there are, absent ones included."""
+        return self.rows.shape[0]
+
     @cached_property
     def present(self) -> torch.Tensor:
         """`rows`, with `-1` for absent ones."""
@@ -138,6 +143,34 @@ class Samples:
         """The same positions where rows are numbered differently: `row_of` `[N]` is the new number, or `-1`."""
         rows = row_of[self.rows]
         return Samples(rows=rows.clamp(min=0), absent=self.absent | (rows < 0))
+
+
+@dataclass(frozen=True)
+class SampleRows:
+    """
+    Samples that are not positions of the batch: a layer's rows from before, zero where there is none.
+
+    Args:
+        g (`torch.Tensor`): `[n, p]`, their cotangents; of an elementwise parameter its gradients, and where samples
+            are whole sequences theirs; of experts `[n, k, p]`, at each of those that a position was sent to.
+        a (`torch.Tensor`, *optional*): `[n, d]`, their inputs; of an embedding `[n]`, of experts `[n, k, d]`.
+        choices (`torch.Tensor`, *optional*): `[n, k]`, the experts that they were sent to.
+    """
+
+    g: torch.Tensor
+    a: torch.Tensor | None = None
+    choices: torch.Tensor | None = None
+
+    @property
+    def number(self) -> int:
+        """How many there are, absent ones included."""
+        return self.g.shape[0]
+
+    @property
+    def inputs(self) -> torch.Tensor:
+        """`a`, of a layer that has inputs."""
+        assert self.a is not None
+        return self.a
 
 
 def draw_samples(real: torch.Tensor, number: int, seed: int) -> Samples:

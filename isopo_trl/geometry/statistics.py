@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from .cost import KEPT_LIMIT, Needs, Strategy, block_rows
-from .sequences import Samples, Sequences
+from .sequences import SampleRows, Samples, Sequences
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -68,6 +68,14 @@ class Inputs(Protocol):
         """`k` between `rows` `[n]` and every row, `[n, N]`."""
         ...
 
+    def with_others(self, inputs: torch.Tensor) -> torch.Tensor:
+        """`k` between inputs from elsewhere, `[n, ...]`, and every row, `[n, N]`."""
+        ...
+
+    def norms(self, inputs: torch.Tensor) -> torch.Tensor:
+        """`k` of inputs from elsewhere with themselves, `[n]`."""
+        ...
+
     def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
         """`k` between positions `rows` of each sequence and all positions of it, `[m, r, T]`."""
         ...
@@ -81,8 +89,14 @@ class DenseInputs:
     bias: bool = False
 
     def with_all(self, rows: torch.Tensor) -> torch.Tensor:
-        gram = product(self.a.index_select(0, rows), self.a.t())
+        return self.with_others(self.a.index_select(0, rows))
+
+    def with_others(self, inputs: torch.Tensor) -> torch.Tensor:
+        gram = product(inputs, self.a.t())
         return gram + 1 if self.bias else gram
+
+    def norms(self, inputs: torch.Tensor) -> torch.Tensor:
+        return square_norms(inputs) + float(self.bias)
 
     def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
         a = sequences.padded(self.a)
@@ -96,7 +110,13 @@ class OneHotInputs:
     ids: torch.Tensor
 
     def with_all(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.ids[rows].unsqueeze(1) == self.ids.unsqueeze(0)
+        return self.with_others(self.ids[rows])
+
+    def with_others(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.unsqueeze(1) == self.ids.unsqueeze(0)
+
+    def norms(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.ones_like(inputs)
 
     def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
         ids = sequences.padded(self.ids)
@@ -123,8 +143,18 @@ def overlap_of_products(
     return samples.masked(sequences.sums(products)), samples.masked(sample_norm)
 
 
+def overlap_with_rows(
+    g: torch.Tensor, inputs: Inputs, sequences: Sequences, samples: SampleRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Overlap `[n, m]` and sample norms `[n]` with samples that are not among the rows."""
+    pairs = zip(samples.g.split(_ROWS_AT_ONCE), samples.inputs.split(_ROWS_AT_ONCE), strict=True)
+    parts = [sequences.sums(product(g_j, g.t()) * inputs.with_others(a_j)) for g_j, a_j in pairs]
+    overlap = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return overlap, square_norms(samples.g) * inputs.norms(samples.inputs)
+
+
 def ghost_statistics(
-    g: torch.Tensor, inputs: Inputs, sequences: Sequences, samples: Samples | None, needs: Needs
+    g: torch.Tensor, inputs: Inputs, sequences: Sequences, samples: Samples | SampleRows | None, needs: Needs
 ) -> Statistics:
     """
     Statistics from products between rows; no per-sequence gradient is formed.
@@ -133,12 +163,14 @@ def ghost_statistics(
         g (`torch.Tensor`): `[N, p]` cotangents.
         inputs ([`DenseInputs`] or [`OneHotInputs`]): the other side.
         sequences ([`Sequences`]): m sequences over the N rows.
-        samples ([`Samples`], *optional*): needed for the overlap.
+        samples ([`Samples`] or [`SampleRows`], *optional*): needed for the overlap.
         needs ([`Needs`]): what to compute.
     """
     result = Statistics()
-    if needs.overlap:
-        assert samples is not None
+    if needs.overlap and isinstance(samples, SampleRows):
+        result.overlap, result.sample_norm = overlap_with_rows(g, inputs, sequences, samples)
+    elif needs.overlap:
+        assert isinstance(samples, Samples)
         parts = [
             overlap_of_products(product(part.of(g), g.t()) * inputs.with_all(part.rows), sequences, part)
             for part in samples.split(_ROWS_AT_ONCE)
@@ -229,7 +261,7 @@ def linear_statistics(
     a: torch.Tensor,
     bias: bool,
     sequences: Sequences,
-    samples: Samples | None,
+    samples: Samples | SampleRows | None,
     needs: Needs,
     strategy: Strategy,
 ) -> tuple[Statistics, torch.Tensor | None]:
@@ -248,21 +280,23 @@ def linear_statistics(
     g_samples = a_samples = None
     if needs.overlap:
         assert samples is not None
-        g_samples, a_samples = samples.of(g), with_ones(samples.of(a), bias)
+        rows = samples if isinstance(samples, SampleRows) else SampleRows(samples.of(g), samples.of(a))
+        g_samples, a_samples = rows.g, with_ones(rows.inputs, bias)
     statistics = VStatistics(needs, a_samples)
-    rows = g.shape[1] if strategy == "kept" else block_rows(sequences.count, a.shape[1] + bias)
+    outputs = g.shape[1] if strategy == "kept" else block_rows(sequences.count, a.shape[1] + bias)
     V = None
-    for block, V in sequence_gradients(g, a, bias, sequences, rows):
+    for block, V in sequence_gradients(g, a, bias, sequences, outputs):
         statistics.add(V, None if g_samples is None else g_samples[:, block])
     result = statistics.result
     if samples is not None and g_samples is not None and a_samples is not None and result.overlap is not None:
-        result.overlap = samples.masked(result.overlap)
-        result.sample_norm = samples.masked(square_norms(g_samples) * square_norms(a_samples))
+        result.sample_norm = square_norms(g_samples) * square_norms(a_samples)
+        if isinstance(samples, Samples):  # else what is absent is zero
+            result.overlap, result.sample_norm = samples.masked(result.overlap), samples.masked(result.sample_norm)
     return result, V if strategy == "kept" else None
 
 
 def elementwise_statistics(
-    v: torch.Tensor, sequences: Sequences, samples: Samples | None, needs: Needs
+    v: torch.Tensor, sequences: Sequences, samples: Samples | SampleRows | None, needs: Needs
 ) -> tuple[Statistics, torch.Tensor]:
     """
     Statistics of an elementwise parameter (the scale or shift of a norm) and its `V` `[m, d]`.
@@ -275,9 +309,10 @@ def elementwise_statistics(
     result = Statistics()
     if needs.overlap:
         assert samples is not None
-        v_samples = samples.of(v).to(V.dtype)
-        result.overlap = samples.masked(v_samples @ V.t())
-        result.sample_norm = samples.masked(square_norms(v_samples))
+        v_samples = (samples.g if isinstance(samples, SampleRows) else samples.of(v)).to(V.dtype)
+        result.overlap, result.sample_norm = v_samples @ V.t(), square_norms(v_samples)
+        if isinstance(samples, Samples):  # else what is absent is zero
+            result.overlap, result.sample_norm = samples.masked(result.overlap), samples.masked(result.sample_norm)
     if needs.ntk:
         result.ntk = V @ V.t()
     if needs.norm:
@@ -285,18 +320,21 @@ def elementwise_statistics(
     return result, V
 
 
-def sequence_sample_statistics(V: torch.Tensor, needs: Needs) -> Statistics:
+def sequence_sample_statistics(V: torch.Tensor, needs: Needs, samples: SampleRows | None = None) -> Statistics:
     """
     Statistics from explicit per-sequence gradients `V` `[m, d]` where there are none per position: the samples of the
-    Fisher metric are the gradients of the sequences themselves, all of them, so that
+    Fisher metric are gradients of sequences, `samples` from before, or those of the sequences themselves, all of them:
 
         F_s^2 = sum_s' <V_s', V_s>^2 / sum_s' |V_s'|^2
     """
-    products = V @ V.t() if needs.overlap or needs.ntk else None
+    products = V @ V.t() if (needs.overlap and samples is None) or needs.ntk else None
     norm = square_norms(V)
+    overlap, sample_norm = products, norm
+    if samples is not None:
+        overlap, sample_norm = samples.g @ V.t(), square_norms(samples.g)
     return Statistics(
-        overlap=products if needs.overlap else None,
-        sample_norm=norm if needs.overlap else None,
+        overlap=overlap if needs.overlap else None,
+        sample_norm=sample_norm if needs.overlap else None,
         norm=norm if needs.norm else None,
         ntk=products if needs.ntk else None,
     )

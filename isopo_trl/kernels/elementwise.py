@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
-from ..geometry.sequences import Samples, Sequences
+from ..geometry.sequences import SampleRows, Samples, Sequences
 from ..rules.rule import Rule
 from .coefficients import (
     COUNTERS,
@@ -37,6 +37,7 @@ MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
 @jit(do_not_specialize=["m", "T", "n", "index", "splits"])
 def _elementwise_kernel(
     v,
+    of_samples,
     rows,
     sums,
     scratch,
@@ -111,7 +112,7 @@ def _elementwise_kernel(
                 j = first + tl.arange(0, BN)
                 sample = tl.load(rows + j, mask=j < n, other=-1)
                 have = (sample >= 0)[:, None] & inside[None, :]
-                x = tl.load(v + sample[:, None] * D + d[None, :], mask=have, other=0.0).to(ACC)
+                x = tl.load(of_samples + sample[:, None] * D + d[None, :], mask=have, other=0.0).to(ACC)
                 overlap = tl.dot(x, tl.trans(gradient), tl.zeros((BN, BM), ACC), input_precision=PRECISION)
                 place = (q[None, :] * blocks + block) * n + j[:, None]
                 tl.store(partial + place, overlap, mask=(q < m)[None, :] & (j < n)[:, None])
@@ -187,10 +188,15 @@ def _elementwise_plan(
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
 
+@lru_cache(maxsize=64)
+def _numbers(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, device=device)
+
+
 def elementwise_gradient(
     v: torch.Tensor,
     sequences: Sequences,
-    samples: Samples | None,
+    samples: Samples | SampleRows | None,
     ledger: KernelLedger,
     index: int,
     dtype: torch.dtype,
@@ -200,21 +206,26 @@ def elementwise_gradient(
     `sum_s c_s V_s` `[d]` of an elementwise parameter, from its gradient at each position, `v` `[N, d]`.
 
     Where these are summed already, `sums` `[m, splits, d]` are the sums, and `v` `[n, d]` those of the samples alone.
+    Samples that are rows from before are where they are.
     """
     v = v.contiguous()
     m, T, D = sequences.count, sequences.length, v.shape[1]
-    n = 0 if samples is None else samples.rows.shape[0]
+    n = 0 if samples is None else samples.number
     summed = sums is not None
-    plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, (v.dtype, dtype), v.device)
+    of_samples = samples.g if isinstance(samples, SampleRows) else v
+    dtypes = (v.dtype, dtype, of_samples.dtype)
+    plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, dtypes, v.device)
     if sums is None:
         sums = scratch(v, m, splits, D)
     else:
         splits = sums.shape[1]
     if samples is None:
         rows = ledger.counter
+    elif isinstance(samples, SampleRows):
+        rows = _numbers(n, v.device)
     else:
         rows = samples.order if summed else samples.present
     out = torch.empty(D, device=v.device, dtype=dtype)
-    tensors = (v, rows, sums, scratch(v, size), out, *ledger.tensors)
+    tensors = (v, of_samples, rows, sums, scratch(v, size), out, *ledger.tensors)
     launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits))
     return out

@@ -202,6 +202,7 @@ def backward(
     flavour: Flavour,
     sequences: Sequences,
     samples: Samples | None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Gradient of the input; the weight's gradient summed over parts of each sequence, `[m, splits, d]`, and at the
@@ -211,6 +212,8 @@ def backward(
         x, g (`torch.Tensor`): `[m, T, d]` or, with heads, `[m, T, H, d]`: the input (contiguous) and the cotangent.
         weight, scale, flavour: as in `forward`.
         sequences, samples: as elsewhere; the layout is regular.
+        into (`tuple`, *optional*): in place of samples, a tensor `[n, d]` that some rows go to, and which of its rows
+            each position goes to, `[N]`, or `-1`; the tensor is returned.
     """
     if g.stride(-1) != 1:
         g = g.contiguous()
@@ -219,11 +222,14 @@ def backward(
     strides = g.stride()[:3] if g.dim() == 4 else (g.stride(0), g.stride(1), 0)
     aligned = strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
     dtypes = (x.dtype, g.dtype, weight.dtype)
-    plan, share = _backward_plan(m, T, H, D, flavour, samples is not None, aligned, dtypes, x.device)
+    sampled = samples is not None or into is not None
+    plan, share = _backward_plan(m, T, H, D, flavour, sampled, aligned, dtypes, x.device)
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     sums = scratch(x, m, plan.grid[0], D)
     of_samples, slots = sums[0], weight  # not looked at
-    if samples is not None:
+    if into is not None:
+        of_samples, slots = into
+    elif samples is not None:
         of_samples, slots = scratch(x, samples.rows.shape[0], D), samples.slots(sequences.rows)
     tensors = (x, g, weight, scale, slots, dx, sums, of_samples)
     launch(_backward_kernel, plan, tensors, (T, share, *strides))

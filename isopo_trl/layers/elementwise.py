@@ -21,7 +21,8 @@ from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
-    sequences, samples, rule = microbatch.sequences, microbatch.samples, microbatch.rule
+    sequences, rule = microbatch.sequences, microbatch.rule
+    samples = microbatch.sampled(index, v)
     if microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
         return kernel.elementwise_gradient(v, sequences, samples, microbatch.kernel_ledger(index), index, dtype)
     statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)

@@ -84,7 +84,8 @@ class _Embedding(torch.autograd.Function):
         if ctx.padding_idx is not None:
             g = g.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
         needs = microbatch.rule.needs
-        statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, microbatch.samples, needs)
+        samples = microbatch.sampled(layer.index, g, a=ids)
+        statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, samples, needs)
         c = microbatch.coefficients(layer.index, statistics)
         g = microbatch.sequences.scaled(g, c.to(g.dtype))
         gradient = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)

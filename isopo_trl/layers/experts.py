@@ -22,7 +22,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ..geometry.routing import Routing, routed_statistics
-from ..geometry.sequences import Sequences
+from ..geometry.sequences import SampleRows, Sequences
 from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
@@ -280,12 +280,16 @@ def _gradients(
     """`sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`."""
     # With only the biases trained, the input that is always 1 is all there is
     inputs = a if weight else a.new_zeros(len(a), 1)
-    if g.dtype == a.dtype and microbatch.kernels_take(g):
+    samples: Any = microbatch.samples
+    if microbatch.draw is not None:
+        places = (routing.choices, routing.places)
+        samples = microbatch.draw.exchange_routed(stack.index, g, inputs, *places) or samples
+    if g.dtype == a.dtype and microbatch.kernels_take(g) and not isinstance(samples, SampleRows):
         ledger = microbatch.stack_ledger(stack.indices)
-        kernels.expert_coefficients(g, inputs, bias, routing, microbatch.samples, ledger, stack.index)
+        kernels.expert_coefficients(g, inputs, bias, routing, samples, ledger, stack.index)
         scaled = functools.partial(kernels.scaled, routing=routing, ledger=ledger, index=stack.index)
     else:
-        statistics = routed_statistics(g, inputs, bias, routing, microbatch.samples, microbatch.rule.needs)
+        statistics = routed_statistics(g, inputs, bias, routing, samples, microbatch.rule.needs)
         c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
         scaled = functools.partial(routing.scaled, c=c)
     if bias or g.shape[1] <= a.shape[1]:

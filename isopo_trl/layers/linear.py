@@ -7,6 +7,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
+from ..geometry.sequences import SampleRows, Samples
 from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
@@ -98,15 +99,18 @@ def linear_gradient(
     """
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         return None, elementwise_gradient(g, index, microbatch, dtype)
+    sequences, needs = microbatch.sequences, microbatch.rule.needs
+    samples = microbatch.sampled(index, g, a=a)
+    n = 0 if samples is None else samples.number
     kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
-    sequences, samples, needs = microbatch.sequences, microbatch.samples, microbatch.rule.needs
-    n = 0 if samples is None else len(samples.rows)
+    if isinstance(samples, SampleRows):
+        kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
     size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
     strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
     if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
-        total, g, a = _by_kernels(g, a, bias, index, microbatch, dtype, strategy)
+        total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, dtype, strategy)
     else:
-        total, g, a = _by_torch(g, a, bias, index, microbatch, dtype, strategy)
+        total, g, a = _by_torch(g, a, bias, index, microbatch, samples, dtype, strategy)
     if total is None:
         total = g.t() @ a if g.dtype == dtype else product(g.t(), a).to(dtype)
         return total, g.sum(0).to(dtype) if bias else None
@@ -122,11 +126,12 @@ def _by_torch(
     bias: bool,
     index: int,
     microbatch: Microbatch,
+    samples: Samples | SampleRows | None,
     dtype: torch.dtype,
     strategy: Strategy,
 ) -> _Total:
     """The gradient, or `None` and the rows, one side of them scaled, whose product it is."""
-    sequences, samples = microbatch.sequences, microbatch.samples
+    sequences = microbatch.sequences
     statistics, V = linear_statistics(g, a, bias, sequences, samples, microbatch.rule.needs, strategy)
     c = microbatch.coefficients(index, statistics)
     if V is not None:
@@ -143,18 +148,18 @@ def _by_kernels(
     bias: bool,
     index: int,
     microbatch: Microbatch,
+    samples: Any,
     dtype: torch.dtype,
     strategy: Strategy,
 ) -> _Total:
     """The same with Triton's kernels."""
     sequences, needs = microbatch.sequences, microbatch.rule.needs
-    samples: Any = microbatch.samples
     ledger = microbatch.kernel_ledger(index)
     overlap: Any = None
     if needs.overlap:
         finish = not (needs.norm or needs.ntk)
         overlap = row_kernels.overlap_coefficients(g, a, bias, sequences, samples, ledger, index, finish)
-    n = 0 if overlap is None else len(samples.rows)
+    n = 0 if overlap is None else samples.number
     if strategy == "kept":
         V = product(sequences.padded(g).transpose(1, 2), with_ones(sequences.padded(a), bias))
         v_kernels.v_coefficients(V, ledger, index, overlap, n)

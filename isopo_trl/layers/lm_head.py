@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import trl_seam
 from ..geometry.cost import KEPT_LIMIT, Needs, Strategy, block_rows, choose_strategy
-from ..geometry.sequences import Samples, Sequences
+from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import (
     DenseInputs,
     Statistics,
@@ -87,9 +87,10 @@ def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: 
     return strategy
 
 
-def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | None]:
+def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, torch.Tensor]:
     """
-    Sequences and samples in the rows that TRL's chunked log-probabilities work on.
+    Sequences in the rows that TRL's chunked log-probabilities work on, and the row of each of the `B T` positions,
+    `-1` where it has none.
 
     These are the predictions of tokens `1 .. T - 1`, all `B (T - 1)` of them, or (on devices with Triton) only the
     scored ones, in the same order.
@@ -109,16 +110,14 @@ def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, Samples | N
         row_of = torch.where(scored, scored.view(-1).cumsum(0).view(B, T - 1) - 1, -1)
         sequences = Sequences.from_index(row_of[:, T - 1 - microbatch.scored.shape[1] :], rows)
     # The last position predicts nothing
-    row_of = torch.nn.functional.pad(row_of, (0, 1), value=-1).reshape(-1)
-    samples = None if microbatch.samples is None else microbatch.samples.moved(row_of)
-    return sequences, samples
+    return sequences, torch.nn.functional.pad(row_of, (0, 1), value=-1).reshape(-1)
 
 
 class _ChunkedLMHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *own, ctx.layer, ctx.microbatch = args
-        ctx.sequences, ctx.samples = head_rows(own[0].shape[0], ctx.microbatch)
+        ctx.sequences, ctx.row_of = head_rows(own[0].shape[0], ctx.microbatch)
         return trl_seam.ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
@@ -142,9 +141,16 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     index, needs = ctx.layer.index, microbatch.rule.needs
     vocab, d = weight.shape
     a = hidden.to(ctx.compute_dtype)
-    m, n = sequences.count, 0 if ctx.samples is None else len(ctx.samples.rows)
+    keeping = None
+    samples: Any = None if microbatch.samples is None else microbatch.samples.moved(ctx.row_of)
+    if microbatch.draw is not None:
+        keeping = microbatch.draw.in_parts(index, {"g": a.new_empty(0, vocab), "a": a[:0]}, ctx.row_of)
+        samples = keeping.held or samples
+    m, n = sequences.count, 0 if samples is None else samples.number
 
     if len(a) == 0:  # no token is scored, and TRL still asks for a gradient
+        if keeping is not None:
+            keeping.put_nothing()
         none = a.new_zeros
         microbatch.coefficients(index, Statistics(none(1, m), none(1), none(m), none(m, m)))
         parts = ((needs_hidden, hidden), (needs_weight, weight), (needs_bias, bias))
@@ -183,7 +189,9 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
             total = tile.sum(0, dtype=accumulation_dtype(tile.dtype)) if c is None else product(tile.t(), c)[:, 0]
             grad_bias[part] = total.to(bias.dtype)
 
-    sums = _HeadStatistics(a, needs_bias, sequences, ctx.samples, microbatch.rule, strategy)
+    sums = _HeadStatistics(a, needs_bias, sequences, samples, microbatch.rule, strategy)
+    if keeping is not None:
+        keeping.put("a", a)
     known = scaled = ones = None
     if not any(needs):  # the coefficients are there: one pass does it all
         # In float32, and rounded once: an advantage in bf16 would be off by up to a part in 500
@@ -198,7 +206,9 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         if scaled is not None:
             weight_gradients(part, tile, scaled, ones)
             continue
-        V = sums.add(tile)
+        if keeping is not None:
+            keeping.put("g", tile, part)
+        V = sums.add(tile, part)
         if V is not None and strategy == "kept":
             formed.append((part, V))
     if known is None:
@@ -226,6 +236,7 @@ class _HeadStatistics:
 
     def __init__(self, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Any, rule: Rule, strategy: str):
         self.sequences, self.samples, self.needs = sequences, samples, rule.needs
+        self.from_before = isinstance(samples, SampleRows)
         self.inputs = DenseInputs(a, bias)
         self.products: Any = 0.0
         self.norms: Any = 0.0
@@ -237,10 +248,13 @@ class _HeadStatistics:
             kernels = usable(a, sequences.count, 0, rule)
             self.from_V = VSums(rule) if kernels else VStatistics(without_overlap, None)
 
-    def add(self, tile: torch.Tensor) -> torch.Tensor | None:
-        """Take in a tile `[N, width]`; returns the gradients `V` `[m, width, d]` where they are formed."""
+    def add(self, tile: torch.Tensor, part: slice) -> torch.Tensor | None:
+        """
+        Take in a tile `[N, width]`, that part of the vocabulary; returns the gradients `V` `[m, width, d]` where they
+        are formed.
+        """
         if self.needs.overlap:
-            of_samples = self.samples.of(tile)
+            of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
             self.products = self.products + product(of_samples, tile.t())
             self.norms = self.norms + square_norms(of_samples)
         if self.explicit:
@@ -254,7 +268,11 @@ class _HeadStatistics:
 
     def result(self) -> Statistics:
         statistics = self.from_V.result if self.explicit else Statistics()
-        if self.needs.overlap:
+        if self.needs.overlap and self.from_before:
+            of_samples = self.samples.inputs
+            statistics.overlap = self.sequences.sums(self.products * self.inputs.with_others(of_samples))
+            statistics.sample_norm = self.norms * self.inputs.norms(of_samples)
+        elif self.needs.overlap:
             samples, inputs = self.samples, self.inputs
             overlap = self.sequences.sums(self.products * inputs.with_all(samples.rows))
             statistics.overlap = samples.masked(overlap)

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 
 from ..geometry.guarded import alive_sequences, ratio
-from ..geometry.statistics import scalar_dtype
+from ..geometry.statistics import Statistics, scalar_dtype
 from .diagnostics import Diagnostics
 from .ledger import HISTORY, Ledger, expectations_of
 from .rule import Expectations, Rule
+from .stacked import stacked_coefficients
 
 
 # What a rule may refer to, in the order in which it is stored; x is F, or N for a rule without F
@@ -38,6 +39,9 @@ class RunningStatistics:
         parts (`list[str]`, *optional*): what part of the model each layer is, for [`Diagnostics`].
 
     Attributes:
+        by_rows (`list[bool]`): which layers' Fisher norms are, in this step, measured with rows of the step before.
+            Where the history of such a layer is of norms that were measured otherwise, it serves for this step, and
+            this step's means then take its place.
         proportions (`list[float]`): of the step that was closed last, each layer's largest multiplier in units of the
             layer's mean one; 0 for a rule in which sequences look at each other.
     """
@@ -49,6 +53,8 @@ class RunningStatistics:
         self.known = [False] * layers
         self.proportions = [0.0] * layers
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
+        self.by_rows = [False] * layers
+        self._of_rows = [False] * layers
         self._refresh()
         self._start_step()
 
@@ -59,6 +65,7 @@ class RunningStatistics:
         self._noise = self.mean.new_zeros(len(self.mean))  # gradients that are there but do not count
         self._broken = self.mean.new_zeros(1)
         self._diagnostics.start_step()
+        self._first: list[tuple[torch.Tensor, ...]] = []  # F, N and who counts, of layers that change their metric
 
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
         """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
@@ -90,6 +97,8 @@ class RunningStatistics:
         terms = torch.stack([*expectations, torch.ones_like(c), *reported], dim=1)
         # Sequences without a gradient, noise and broken ones are left out: nothing non-finite gets in
         self._sums = self._sums + torch.where(alive.unsqueeze(1), terms, 0).sum(-1)
+        if self._changing():
+            self._first.append((fisher, norm, alive))
         extremes = torch.where(defined, torch.stack([-multiplier, multiplier]), -torch.inf)
         self._extremes = torch.maximum(self._extremes, extremes.amax(2))
         self._noise = self._noise + noise.sum(-1)
@@ -120,6 +129,9 @@ class RunningStatistics:
         count = sums[:, _COUNT]
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
         decay = self.decay * self.history[:, _KNOWN:]  # a first mean has no past
+        if self._changing():
+            decay = decay * self.mean.new_tensor([not new for new in self._changing()]).unsqueeze(1)
+            step_mean = self._of_one_step(step_mean, count)
         updated = decay * self.mean + (1 - decay) * step_mean
         lost = (count == 0) & (noise > 0)
         self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean.masked_fill(lost.unsqueeze(1), 0))
@@ -133,10 +145,42 @@ class RunningStatistics:
         rows = len(count)
         seen, forget, self.proportions = (values[len(values) - k * rows :][:rows] for k in (3, 2, 1))
         self.known = [number > 0 or (k and not f) for k, number, f in zip(self.known, seen, forget, strict=True)]
+        counted = zip(self._of_rows, self.by_rows, seen, strict=True)
+        self._of_rows = [now if number > 0 else before for before, now, number in counted]
         self._refresh()
         self._start_step()
         named = dict(zip(figures, values, strict=False))
         return {name: x for name, x in named.items() if name not in optional or not math.isnan(x)}
+
+    def _changing(self) -> list[bool]:
+        """Which layers have a history of another metric than this step's; none of them for an empty list."""
+        if self.by_rows == self._of_rows:
+            return []
+        changing = [now and not before for now, before in zip(self.by_rows, self._of_rows, strict=True)]
+        return changing if any(changing) else []
+
+    def _of_one_step(self, step_mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """
+        A step's means, where those of layers that change their metric refer to this step alone: `f` in `E[f x]` is
+        regularised by the step's own mean squares, not by what went before.
+        """
+        history = torch.cat([step_mean[:, :3], torch.ones_like(step_mean[:, :3])], dim=1)
+        fx = torch.zeros_like(count)
+        for fisher, norm, alive in self._first:
+            one = torch.ones_like(fisher[0])
+            given = Statistics(overlap=fisher.unsqueeze(1), sample_norm=torch.ones_like(fisher[:, :1]))
+            if self.rule.needs.norm:
+                given.norm = norm.square()
+            raw = stacked_coefficients(self.rule, given, one, history, [True] * len(fisher)).raw
+            if raw is not None:
+                fx = fx + torch.where(alive, raw * fisher, 0).sum(1)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(fx)
+        column = EXPECTATIONS.index("fx")
+        changing = self.mean.new_tensor(self._changing()).bool()
+        result = step_mean.clone()
+        result[:, column] = torch.where(changing, fx / count.clamp(min=1), step_mean[:, column])
+        return result
 
     def _figures(self, sums: torch.Tensor, broken: torch.Tensor) -> dict[str, torch.Tensor]:
         fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
@@ -176,11 +220,17 @@ class RunningStatistics:
         self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean.cpu(), "known": self.known, "moments": self._diagnostics.moments.cpu()}
+        return {
+            "mean": self.mean.cpu(),
+            "known": self.known,
+            "of_rows": self._of_rows,
+            "moments": self._diagnostics.moments.cpu(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean = state["mean"].to(self.mean)
         self.known = list(state["known"])
         if "moments" in state:  # early checkpoints have none
             self._diagnostics.moments = state["moments"].to(self.mean)
+        self._of_rows = list(state.get("of_rows", [False] * len(self.known)))
         self._refresh()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from tests import test_step_scope as step_scope
 from tests.distributed import worker
 from tests.distributed.process_group import finish, load_runs, start
 
@@ -18,8 +19,11 @@ RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslo
 RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
-RUNS += ["target-fisher-full", "targetfsdp-fisher-full"]
+RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "step-fig4-full", "steptrainer-fisher-full"]
+SLOW = ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
+SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:
+    SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full"]
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
 
 
@@ -33,6 +37,13 @@ def results(tmp_path_factory):
     with FileLock(f"{output}.lock"):
         if not output.exists():
             finish(start(2, "worker.py", output, *RUNS))
+    return load_runs(output)
+
+
+@pytest.fixture(scope="module")
+def slow_results(tmp_path_factory):
+    output = tmp_path_factory.mktemp("slow") / "ranks.pt"
+    finish(start(2, "worker.py", output, *SLOW))
     return load_runs(output)
 
 
@@ -87,6 +98,54 @@ def test_ranks_make_steps_of_one_length(mode, results, tmp_path):
         assert len(names) == 4
         for name in names:
             assert left[name] == pytest.approx(right[name], rel=1e-3), name
+
+
+# Under `fisher_scope="step"`
+
+
+def assert_gradients_of_the_step(two, rule, lora):
+    first, second = two
+    model = step_scope.build(lora)
+    expected = step_scope.expectation(lora, rule, "content")[-1]
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.grad = first["gradients"][name]
+    step_scope.check(model, step_scope.of(model, expected))
+    for layer, rows in first["rows"].items():
+        for name, x in rows.items():
+            assert torch.equal(x, second["rows"][layer][name]), f"{name} of layer {layer} differs between ranks"
+
+
+def test_ranks_that_cut_a_step_in_their_own_ways_have_the_gradients_of_the_definition(results, monkeypatch):
+    step_scope.in_float64(monkeypatch)
+    assert_gradients_of_the_step(ranks(results, "step-fig4-full"), "fig4", False)
+
+
+@pytest.mark.slow
+def test_ranks_that_cut_a_step_have_the_gradients_of_the_definition_with_lora(slow_results, monkeypatch):
+    step_scope.in_float64(monkeypatch)
+    assert_gradients_of_the_step(ranks(slow_results, "step-npg-lora"), "npg", True)
+
+
+def assert_trains_as_one(two, mode, rule, weights, tmp_path, tolerance=1e-5):
+    one = worker.run(tmp_path, mode, rule, weights)
+    assert_same(one, *two, tolerance)
+    for mine, other in zip(two[0]["rows"], two[1]["rows"], strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_ddp_trains_to_the_weights_of_one_rank_with_the_rows_of_the_step(results, tmp_path):
+    two = ranks(results, "steptrainer-fisher-full")
+    assert_trains_as_one(two, "steptrainer", "fisher", "full", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW if not name.startswith("step-")])
+def test_all_engines_train_to_the_weights_of_one_rank_with_the_rows_of_the_step(name, slow_results, tmp_path):
+    mode, rule, weights = name.split("-")
+    alone = "steploop" if "fsdp" in mode else "steptrainer"
+    tolerance = 1e-3 if "zero" in mode else 1e-5
+    assert_trains_as_one(ranks(slow_results, name), alone, rule, weights, tmp_path, tolerance)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

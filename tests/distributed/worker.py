@@ -9,7 +9,8 @@ the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
 microbatches at a time, with `group_microbatches`. In `target` steps have a length to keep to, and the first is far too
-long.
+long. `steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` are the same with `fisher_scope="step"`; `step` is a loop in
+float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -18,12 +19,15 @@ from functools import partial
 
 import torch
 from peft import LoraConfig, get_peft_model
+from pytest import MonkeyPatch
 from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl.geometry.reservoir import content_keys
 from tests import oracle, tiny
+from tests import test_step_scope as step_scope
 from tests.distributed.process_group import RANK, WORLD, Sharded, full_weights, save_runs
 
 
@@ -174,13 +178,13 @@ def overflow(output, rule, weights, under):
     return {"said": said, "step": run.state.global_step, "before": kept.weights, "weights": full_weights(run.model)}
 
 
-def loop(output, rule, weights, shard):
+def loop(output, rule, weights, shard, **settings):
     if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
         torch.distributed.init_process_group("gloo")
     model = build(weights)
     base = model.get_base_model() if weights.endswith(("lora", "dora")) else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
-    isopo = ISOPO(model, rule, fisher_samples=9)
+    isopo = ISOPO(model, rule, fisher_samples=9, **settings)
     if shard:
         mesh = torch.distributed.init_device_mesh("cpu", (WORLD,))
         for layer in base.model.layers:
@@ -197,7 +201,10 @@ def loop(output, rule, weights, shard):
             labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
             labels[:, : batch.prompt_ids.shape[1]] = -100
             with isopo.microbatch(
-                batch.advantages, attention_mask=batch.attention_mask, completion_mask=batch.completion_mask
+                batch.advantages,
+                attention_mask=batch.attention_mask,
+                completion_mask=batch.completion_mask,
+                sequence_keys=content_keys(batch.input_ids, batch.attention_mask),
             ):
                 output = model(
                     input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=labels, fused_lm_head=True
@@ -209,7 +216,32 @@ def loop(output, rule, weights, shard):
     return model, isopo, {"wrapped": type(model).__name__}
 
 
+def step(rule, weights):
+    """The gradients of the last of three steps of 16 sequences, eight on each rank, in float64."""
+    if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
+        torch.distributed.init_process_group("gloo")
+    with MonkeyPatch.context() as patch:
+        step_scope.in_float64(patch)
+        model = step_scope.build(weights == "lora")
+        isopo = ISOPO(model, rule, fisher_samples=step_scope.SAMPLES, fisher_scope="step", seed=42)
+        for number in range(step_scope.STEPS):
+            batch = step_scope.batch_of(number)
+            own = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
+            weights_of_tokens = step_scope.WEIGHTS(batch)[own]
+            # The ranks' own ways to cut
+            cut = [4, 4] if RANK == 0 else [1, 7]
+            step_scope.run_step(model, isopo, batch.part(own), cut, weights=weights_of_tokens)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for gradient in gradients.values():
+        torch.distributed.all_reduce(gradient)
+    return {"gradients": gradients, "rows": isopo.state_dict()["rows"]["rows"]}
+
+
 def run(output, mode, rule, weights):
+    if mode == "step":
+        return step(rule, weights)
+    settings = {"fisher_scope": "step"} if mode.startswith("step") else {}
+    mode = mode.removeprefix("step")
     if mode == "resumed":
         return resumed(output, rule, weights)
     if mode == "grouped":
@@ -222,10 +254,12 @@ def run(output, mode, rule, weights):
         model, isopo, result = train(output, rule, weights, kind=kind, **settings)
     elif mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])
-        model, isopo, result = train(output, rule, weights, stage)
+        model, isopo, result = train(output, rule, weights, stage, **settings)
     else:
-        model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2")
-    return {**result, "weights": full_weights(model), "mean": isopo.state_dict()["running"]["mean"]}
+        model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2", **settings)
+    state = isopo.state_dict()
+    rows = [] if state["rows"] is None else [x for of in state["rows"]["rows"].values() for x in of.values()]
+    return {**result, "weights": full_weights(model), "mean": state["running"]["mean"], "rows": rows}
 
 
 def main(output, *runs):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from isopo_trl.geometry.routing import Routing
-from isopo_trl.geometry.sequences import Samples, Sequences
-from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
+from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
+from isopo_trl.kernels import elementwise, experts, kept_rows, linear, rms_norm, v
 from isopo_trl.kernels.coefficients import KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.rules import make_rule
@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm, experts)
+MODULES = (linear, v, elementwise, rms_norm, experts, kept_rows)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -214,10 +214,26 @@ def test_kernels_of_experts_compile_and_fit(compiled, rule, dtype):
     assert set(compiled) == expected
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(90, torch.bfloat16), pytest.param(80, torch.float32, marks=pytest.mark.slow)], ids=str
+)
+def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
+    m, T, p, d, n = 8, 1024, 1024, 3072, 64
+    sequences, _, ledger = microbatch(RULES["fisher"], m, T, n)
+    g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
+    samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
+    linear.overlap_coefficients(g, a, True, sequences, samples, ledger, 0)
+    elementwise.elementwise_gradient(g, sequences, SampleRows(tensor(n, p)), ledger, 0, dtype)
+    source = tensor(n, dtype=torch.int64)
+    kept_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
+    kept_rows.put({"g": tensor(n, p)}, {"g": g}, source)
+    assert set(compiled) == {"_overlap_kernel", "_elementwise_kernel", "_put_kernel"}
+
+
 def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
-    tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel"}
+    tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel", "_put_kernel"}
     tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried

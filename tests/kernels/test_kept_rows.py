@@ -1,0 +1,122 @@
+"""Samples that are rows from before, and the copying of rows for later, against the same in plain PyTorch."""
+
+import pytest
+import torch
+
+from isopo_trl.geometry import reservoir
+from isopo_trl.geometry.sequences import SampleRows, Sequences
+from isopo_trl.geometry.statistics import elementwise_statistics, linear_statistics
+from isopo_trl.kernels import elementwise, kept_rows, linear, rms_norm, v
+from isopo_trl.rules import make_rule
+from tests.kernels import batches
+from tests.kernels.batches import DEVICE, DTYPES, EXACT, FIG4, FISHER, GRADIENT, STATISTIC, Run, batch, close
+
+
+pytestmark = batches.of_kernels
+
+# m, T, p, d, n: no dimension is a multiple of a block everywhere
+SHAPES = [(1, 1, 1, 1, 1), (3, 7, 5, 33, 130), (8, 65, 16, 16, 64), (2, 130, 130, 5, 9)]
+
+
+def from_before(given, n, seed=7):
+    """Rows of another batch, the last of which are absent, that is, zero."""
+    generator = torch.Generator().manual_seed(seed)
+    g, a = (torch.randn(n, x.shape[1], generator=generator).to(x) for x in (given.g, given.a))
+    present = (torch.arange(n) < max(1, n - 2)).unsqueeze(1).to(g)
+    return SampleRows(g * present, a * present)
+
+
+def plain(given, samples, needs):
+    of_rows = SampleRows(samples.g.double(), samples.inputs.double())
+    g, a = given.g.double(), given.a.double()
+    return linear_statistics(g, a, given.bias, given.sequences, of_rows, needs, "kept")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype):
+    given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
+    samples = from_before(given, shape[4])
+    run = Run.of(given, FISHER)
+    result = linear.overlap_coefficients(given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
+    expected, _ = plain(given, samples, FISHER.needs)
+    m, n = shape[0], shape[4]
+    close(result[:n], expected.sample_norm, STATISTIC[dtype])
+    close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
+    run.check(expected, STATISTIC[dtype])
+
+
+def test_a_rule_with_both_norms_takes_them_too():
+    given = batch(3, 7, 5, 33, 6)
+    samples, run = from_before(given, 6), Run.of(given, FIG4)
+    arguments = (given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
+    overlap = linear.overlap_coefficients(*arguments, finish=False)
+    expected, V = plain(given, samples, FIG4.needs)
+    v.v_coefficients(V.to(EXACT), run.ledger, run.index, overlap, 6)
+    run.check(expected, STATISTIC[EXACT])
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("m", "T", "d", "n"), [(1, 1, 1, 1), (3, 7, 5, 130), (8, 65, 70, 33)])
+def test_an_elementwise_parameter_takes_rows_from_before(m, T, d, n, dtype, wide):
+    given = batch(m, T, d, 1, n, dtype=dtype)
+    kept = from_before(given, n).g
+    samples, run = (
+        SampleRows(kept.to(torch.promote_types(dtype, torch.float32)) if wide else kept),
+        Run.of(given, FIG4),
+    )
+    result = elementwise.elementwise_gradient(given.g, given.sequences, samples, run.ledger, run.index, dtype)
+    exact = SampleRows(samples.g.double())
+    statistics, V = elementwise_statistics(given.g.double(), given.sequences, exact, FIG4.needs)
+    run.check(statistics, STATISTIC[dtype])
+    close(result, run.ledger.table[run.index, 0] @ V, GRADIENT[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(1,), (5, 33), (1500, 16), (16, 1500)], ids=str)
+def test_rows_are_copied_to_their_slots_and_others_are_left(widths, dtype):
+    generator = torch.Generator().manual_seed(1)
+    names = ("g", "a")[: len(widths)]
+    rows = {n: torch.randn(9, w, generator=generator).to(DEVICE, dtype) for n, w in zip(names, widths, strict=True)}
+    source = torch.tensor([4, reservoir.KEEP, 8, reservoir.NOTHING, 0, reservoir.KEEP], device=DEVICE)
+    buffers = {n: torch.full((6, x.shape[1]), 7.0, device=DEVICE, dtype=dtype) for n, x in rows.items()}
+    expected = {n: x.clone() for n, x in buffers.items()}
+    assert kept_rows.take(rows, buffers)
+    kept_rows.put(buffers, rows, source)
+    for name, x in expected.items():
+        reservoir.put(x, rows[name], source)
+        assert torch.equal(buffers[name], x), name
+
+
+def test_rows_that_the_kernel_cannot_read_are_left_to_pytorch():
+    x, ids = torch.zeros(3, 4, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE)
+    assert kept_rows.take({"g": x}, {"g": x})
+    assert not kept_rows.take({"g": x, "a": ids}, {"g": x, "a": ids})
+    assert not kept_rows.take({"g": x.t()}, {"g": x})
+    assert not kept_rows.take({"g": x}, {"g": x[:0]})
+
+
+@pytest.mark.parametrize("heads", [None, 3])
+def test_a_norms_rows_go_where_they_are_kept(heads):
+    shape = (2, 7, 5) if heads is None else (2, 7, heads, 5)
+    generator = torch.Generator().manual_seed(2)
+    x, g = (torch.randn(shape, generator=generator).to(DEVICE, EXACT) for _ in range(2))
+    weight = torch.ones(5, device=DEVICE, dtype=EXACT)
+    flavour, sequences = rms_norm.Flavour(1e-6, 0.0, False), Sequences.regular(2, 7)
+    _, scale = rms_norm.forward(x, weight, flavour)
+    slots = torch.full((14,), -1, dtype=torch.int32, device=DEVICE)
+    slots[3], slots[11] = 2, 0
+    buffer = torch.full((4, 5), 7.0, device=DEVICE, dtype=torch.promote_types(EXACT, torch.float32))
+    _, sums, returned = rms_norm.backward(x, g, weight, scale, flavour, sequences, None, (buffer, slots))
+    assert returned is buffer and (buffer[[1, 3]] == 7).all()
+    per_position = g * x * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    per_position = per_position if heads is None else per_position.sum(2)
+    close(buffer[[2, 0]], per_position.reshape(14, 5)[[3, 11]], STATISTIC[EXACT])
+    run = Run.of(batch(2, 7, 5, 1, 4), make_rule("fisher"))
+    samples = SampleRows(torch.randn(4, 5, generator=generator).to(buffer))
+    total = elementwise.elementwise_gradient(samples.g, sequences, samples, run.ledger, run.index, EXACT, sums)
+    exact = SampleRows(samples.g.double())
+    statistics, V = elementwise_statistics(per_position.reshape(14, 5).double(), sequences, exact, FISHER.needs)
+    run.check(statistics, STATISTIC[EXACT])
+    close(total, run.ledger.table[run.index, 0] @ V, GRADIENT[EXACT])

@@ -1,0 +1,261 @@
+"""Rows that are kept over steps: their state, how far back they reach, and what must not get into them."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from isopo_trl import ISOPO, checkpoints
+from isopo_trl.kept_rows import KeptRows
+from tests import oracle, tiny, training
+from tests.test_step_scope import sampled_positions
+
+
+B, T, D = 3, 4, 5
+FORMULA = {"scale": "paper", "regularization": 0.0}  # with which coefficients depend on no running mean
+SCOPE = {"fisher_scope": "step", "fisher_samples": 6}
+
+
+class Step:
+    """Random rows and cotangents of three sequences of a linear layer, and what the definition makes of them."""
+
+    def __init__(self, number, advantages=None):
+        generator = torch.Generator().manual_seed(number)
+        self.number = number
+        self.x = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
+        self.g = torch.randn(B, T, 2, generator=generator, dtype=torch.float64)
+        self.advantages = torch.randn(B, generator=generator, dtype=torch.float64)
+        self.mask = torch.ones(B, T, dtype=torch.long)
+        self.G = torch.einsum("btp,btd->btpd", self.g, self.x).flatten(2)
+
+    def rows(self, count):
+        batch = oracle.Batch(self.mask, self.mask, self.mask[:, :0], self.mask[:, :0], self.advantages)
+        chosen = sampled_positions(batch, self.number, count, lambda s, _: s, seed=0)
+        return self.G.flatten(0, 1)[chosen]
+
+    def expected(self, samples, scales=None):
+        V = self.G.sum(1)
+        c = oracle.coefficients(V, samples, self.advantages, "fisher", **FORMULA)
+        return ((c if scales is None else c * scales) @ V).view(2, D)
+
+    def run(self, model, isopo, scales=(1.0,) * B):
+        model.zero_grad()
+        for s, scale in enumerate(scales):
+            with isopo.microbatch(self.advantages[s : s + 1], attention_mask=self.mask[s : s + 1], loss_scale=scale):
+                model(self.x[s : s + 1]).backward(scale * self.g[s : s + 1])
+        isopo.step()
+
+
+def linear():
+    return nn.Sequential(nn.Linear(D, 2, bias=False)).double()
+
+
+def attached(**settings):
+    model = linear()
+    return model, ISOPO(model, **{**SCOPE, **FORMULA, **settings})
+
+
+def check(model, expected):
+    torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_the_constant_of_the_loss_is_no_part_of_the_rows():
+    """Microbatches of one step whose losses carry different constants count the same in the next one's metric."""
+    model, isopo = attached()
+    first, second = Step(0), Step(1)
+    first.run(model, isopo, (1.0, 0.125, 8.0))
+    second.run(model, isopo, (2.0, 1.0, 0.5))
+    # By the formula to the letter, fisher's coefficient undoes a constant of the loss
+    check(model, second.expected(first.rows(6)))
+
+
+def test_rows_reach_as_many_steps_back_as_is_asked_for():
+    """Of six rows, each step replaces two; the first fills all of them."""
+    model, isopo = attached(fisher_steps=3)
+    steps = [Step(number) for number in range(6)]
+    rows = steps[0].rows(6)
+    steps[0].run(model, isopo)
+    for step in steps[1:]:
+        step.run(model, isopo)
+        check(model, step.expected(rows))
+        turn = step.number % 3
+        rows = torch.cat([rows[: 2 * turn], step.rows(2), rows[2 * turn + 2 :]])
+
+
+def test_a_resumed_run_goes_on_bit_for_bit():
+    steps = [Step(number) for number in range(5)]
+    model, isopo = attached(fisher_steps=2, scale="relative", regularization=0.1)
+    saved = None
+    for step in steps:
+        step.run(model, isopo, (0.5,) * B)
+        if step.number == 2:
+            saved = copy.deepcopy(isopo.state_dict())
+    again, resumed = attached(fisher_steps=2, scale="relative", regularization=0.1)
+    resumed.load_state_dict(saved)
+    for found, expected in zip(flat(resumed.state_dict()), flat(saved), strict=True):
+        assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+    for step in steps[3:]:
+        step.run(again, resumed, (0.5,) * B)
+    assert torch.equal(again[0].weight.grad, model[0].weight.grad)
+    assert torch.equal(resumed._running.mean, isopo._running.mean)
+
+
+def flat(state):
+    for value in state.values():
+        yield from flat(value) if isinstance(value, dict) else (value,)
+
+
+def loaded(caplog, state, **settings):
+    """A run that goes on from a state, and what it had to say."""
+    model, isopo = attached(**settings)
+    with warnings.catch_warnings(record=True) as caught, caplog.at_level(logging.WARNING):
+        warnings.simplefilter("always")
+        isopo.load_state_dict(state)
+    return model, isopo, [str(warning.message) for warning in caught] + [record.message for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    "saved,changed",
+    [
+        ({"fisher_scope": "microbatch"}, ["fisher_scope='microbatch' to 'step'"]),
+        ({"fisher_samples": 5}, ["fisher_samples=5 to 6"]),
+        ({"fisher_steps": 2}, ["fisher_steps=2 to 1"]),
+    ],
+)
+def test_without_rows_that_fit_the_first_step_goes_by_the_microbatch_and_that_is_said(saved, changed, caplog):
+    model, isopo = attached(**saved)
+    Step(0).run(model, isopo)
+    model, isopo, said = loaded(caplog, isopo.state_dict())
+    assert len(said) == 2 and all(change in said[0] for change in changed)
+    assert "no rows of the last step" in said[1] and "by the microbatch" in said[1]
+    step = Step(isopo._kept.closed_steps)
+    step.run(model, isopo)
+    own = [oracle.coefficients(V[None], G, A[None], "fisher", **FORMULA) @ V[None] for V, G, A in one_by_one(step)]
+    check(model, sum(own).view(2, D))
+
+
+def one_by_one(step):
+    """Each sequence, and those of its positions that are its own six best: all four."""
+    return zip(step.G.sum(1), step.G, step.advantages, strict=True)
+
+
+def test_a_state_from_before_the_first_step_says_nothing(caplog):
+    assert loaded(caplog, attached()[1].state_dict())[2] == []
+
+
+def test_rows_that_were_kept_say_nothing_in_a_run_by_the_microbatch_but_the_change(caplog):
+    model, isopo = attached()
+    Step(0).run(model, isopo)
+    _, isopo, said = loaded(caplog, isopo.state_dict(), fisher_scope="microbatch")
+    assert len(said) == 1 and "fisher_scope='step' to 'microbatch'" in said[0]
+    assert isopo.state_dict()["rows"] is None
+
+
+def test_a_step_that_is_not_finite_leaves_no_rows():
+    model, isopo = attached()
+    first, broken, third = Step(0), Step(1), Step(2)
+    first.run(model, isopo)
+    broken.g[1, 2] = torch.inf
+    broken.run(model, isopo)
+    third.run(model, isopo)
+    check(model, third.expected(first.rows(6)))
+
+
+def test_a_microbatch_that_was_broken_off_leaves_no_rows():
+    model, isopo = attached(fisher_samples=100)
+    first, second = Step(0), Step(1)
+    other = Step(7)
+    with pytest.raises(KeyError):
+        with isopo.microbatch(other.advantages, attention_mask=other.mask):
+            model(other.x).backward(other.g)
+            raise KeyError
+    first.run(model, isopo)
+    second.run(model, isopo)
+    check(model, second.expected(first.G.flatten(0, 1)))
+
+
+def test_a_microbatch_that_does_not_reach_a_layer_leaves_no_gradient_in_its_rows():
+    model = nn.ModuleList([nn.Linear(D, 2, bias=False), nn.Linear(D, 2, bias=False)]).double()
+    isopo = ISOPO(model, **SCOPE, **FORMULA)
+    steps = [Step(number) for number in range(3)]
+
+    def run(step, reached):
+        model.zero_grad()
+        for s in range(B):
+            with isopo.microbatch(step.advantages[s : s + 1], attention_mask=step.mask[s : s + 1]):
+                outputs = [layer(step.x[s : s + 1]) for layer in (model if reached(s) else model[:1])]
+                torch.stack(outputs).sum(0).backward(step.g[s : s + 1])
+        isopo.step()
+
+    run(steps[0], lambda s: True)
+    run(steps[1], lambda s: s != 1)
+    run(steps[2], lambda s: True)
+    steps[1].G[1] = 0  # at the second layer
+    torch.testing.assert_close(model[1].weight.grad, steps[2].expected(steps[1].rows(6)), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "keys,message",
+    [(torch.arange(2), r"shape \[3\].*\[2\]"), (torch.zeros(3), "whole numbers.*float32")],
+)
+def test_keys_must_be_whole_numbers_one_per_sequence(keys, message):
+    _, isopo = attached()
+    step = Step(0)
+    with pytest.raises(ValueError, match=message):
+        isopo.begin(step.advantages, attention_mask=step.mask, sequence_keys=keys)
+
+
+def test_a_layer_whose_rows_have_no_gradient_gets_the_mean_multiplier():
+    """As LoRA's A does in the second step: in the first, B was zero."""
+    model, isopo = attached(scale="relative")
+    first, second = Step(0), Step(1)
+    first.g.zero_()
+    first.run(model, isopo)
+    second.run(model, isopo)
+    check(model, (second.advantages @ second.G.sum(1)).view(2, D))
+
+
+def test_nothing_is_drawn_from_the_global_stream():
+    before = torch.get_rng_state()
+    model, isopo = attached()
+    state = torch.get_rng_state()  # the layer's initial weights are
+    Step(0).run(model, isopo)
+    assert torch.equal(torch.get_rng_state(), state) and not torch.equal(before, state)
+
+
+def test_parts_of_the_slots_take_turns():
+    kept = KeptRows(7, 3)
+    kept._held = {0: {}}
+    found = []
+    for kept.closed_steps in range(3):
+        found.append(kept._slots(7))
+    assert found == [slice(0, 2), slice(2, 4), slice(4, 7)]
+
+
+# The trainer
+
+
+def test_a_trainer_that_resumes_ends_with_the_weights_of_an_unbroken_run_bit_for_bit(tmp_path):
+    settings = {
+        "fisher_scope": "step",
+        "fisher_samples": 9,
+        "rule": "fig4",
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "gradient_accumulation_steps": 3,
+        "per_device_train_batch_size": 1,
+    }
+    whole = training.build(tmp_path, data=tiny.prompts(8), **settings)
+    whole.train()
+    expected = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
+    state = torch.load(tmp_path / "checkpoint-2" / checkpoints.STATE_FILE)
+    rows = state["rows"]["rows"]
+    assert len(rows) == len(whole.isopo.layers) and all(len(of["g"]) == 9 for of in rows.values())
+    resumed = training.build(tmp_path, data=tiny.prompts(8), **settings)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
+    different = [name for name, p in resumed.model.named_parameters() if not torch.equal(p, expected[name])]
+    assert not different
