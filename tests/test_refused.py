@@ -157,6 +157,7 @@ def test_every_refused_setting_is_in_the_table():
 OF_ROWS = [
     "off_policy_mask_threshold",
     "virtual tokens",
+    "acts on even without an advantage",
     "go back through the model twice",
     "one advantage per sequence",
     "ISOPO cannot train",
