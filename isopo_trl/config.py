@@ -92,8 +92,8 @@ class ISOPOConfig(GRPOConfig):
             `"interacting"`, which sees the sequences of one microbatch. The order of the prompts stays random.
             Requires that `num_generations` divides `per_device_train_batch_size`.
         skip_zero_advantage (`bool`, *optional*, defaults to `False`):
-            Whether to leave out sequences whose advantage is exactly zero (all rewards of the group were the same)
-            before the forward pass, and to pack the others of an optimizer step into fewer or smaller microbatches.
+            Whether to leave out sequences whose advantage is zero (all rewards of the group were the same) before the
+            forward pass, and to pack the others of an optimizer step into fewer or smaller microbatches.
             The loss stays normalised as in the whole batch: with `"none"` the step is the same, with other rules
             statistics and running means are those of the sequences that carry an advantage. With
             `group_microbatches`, a group is kept if one of its sequences has an advantage. Refused beside terms of the

@@ -24,6 +24,22 @@ _OF_THE_GENERATION = ("dapo", "cispo", "vespo")
 _COEFFICIENTS = (*(f"isopo/multiplier_{name}" for name in ("mean", "min", "max")), "isopo/effective_sequences")
 
 
+def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group: int) -> torch.Tensor:
+    """
+    Which completions, `[N]`, are of a group whose completions all have the same reward. TRL subtracts the group's
+    mean, which can be off by a rounding, and divides by 1e-4, so that their advantages are not always 0.
+
+    Args:
+        rewards (`torch.Tensor`): `[N, functions]`, NaN where a function gave none.
+        weights (`torch.Tensor`): `[functions]`.
+        group (`int`): completions per prompt, which follow each other.
+    """
+    total = (rewards * weights.to(rewards)).nansum(dim=1)
+    unscored = torch.isnan(rewards).all(dim=1)  # which have no part in the mean, and no advantage
+    largest, smallest = (total.masked_fill(unscored, x).view(-1, group) for x in (-torch.inf, torch.inf))
+    return (largest.amax(1) <= smallest.amin(1)).repeat_interleave(group)
+
+
 def kept_units(advantages: torch.Tensor, group: int = 1) -> list[list[int]]:
     """
     The sequences that are kept, as lists of rows that stay together: `group` rows that follow each other, all of them

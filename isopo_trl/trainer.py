@@ -23,7 +23,7 @@ from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
 from .generation import Turns, behaviour_logps, is_fresh, note_origin, samples_at_temperature
 from .isopo import ISOPO
 from .kl_reward import KLReward
-from .skipping import Skipping
+from .skipping import Skipping, equal_rewards
 from .terms import Derivative, Terms
 from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
 
@@ -340,11 +340,27 @@ class ISOPOTrainer(GRPOTrainer):
 
         listening = self.kl_reward.listening() if self.kl_reward is not None else nullcontext()
         single_turn = turns if needs_behaviour and by_transformers else None
-        with listening, trl_seam.generation(self, single_turn=single_turn, generated=generated):
+        rewards: list[torch.Tensor] = []
+        with (
+            listening,
+            trl_seam.noted(self, "_calculate_rewards", rewards),
+            trl_seam.generation(self, single_turn=single_turn, generated=generated),
+        ):
             batch = super()._generate_and_score_completions(inputs)
+        if self.skipping is not None and training:
+            batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])
         if needs_behaviour:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
         return batch
+
+    def _without_rounding(self, advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+        """The advantages `[B]` of this rank, 0 where all `rewards` `[N, functions]` of a group are the same."""
+        if self.args.multi_objective_aggregation != "sum_then_normalize":
+            return advantages  # which are not relative to the group
+        group: Any = self.args.num_generations
+        start = self.accelerator.process_index * len(advantages)
+        equal = equal_rewards(rewards, self.reward_weights, group)[start : start + len(advantages)]
+        return advantages.masked_fill(equal, 0)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         functions = map(reward_functions.checked, self.reward_funcs, self.reward_func_names)

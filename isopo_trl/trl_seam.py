@@ -200,6 +200,18 @@ def intercepted(trainer: Any, name: str, stand_in: Callable[..., Any]) -> Iterat
             setattr(trainer, name, before)
 
 
+@contextmanager
+def noted(trainer: Any, name: str, results: list[Any]) -> Iterator[None]:
+    """Context in which `results` gets what TRL's calls of a method return."""
+
+    def stand_in(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        results.append(method(*args, **kwargs))
+        return results[-1]
+
+    with intercepted(trainer, name, stand_in):
+        yield
+
+
 # The batch
 
 

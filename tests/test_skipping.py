@@ -219,7 +219,41 @@ def test_running_means_are_those_of_a_run_in_which_the_others_never_were(tmp_pat
         assert logged(skipped, name) == pytest.approx(logged(expected, name), rel=1e-9)
 
 
-# How sequences are packed
+# What is left out, and how the rest is packed
+
+
+def test_equal_rewards_are_told_from_their_rounded_mean():
+    rewards = torch.tensor([[0.7, 1], [0.7, 1], [0.7, 1], [0.7, 2], [0.7, torch.nan], [0.7, torch.nan]])
+    missing = torch.full((3, 2), torch.nan)
+    weights = torch.tensor([1.0, 0.5])
+    assert skipping.equal_rewards(rewards, weights, 2).tolist() == [True, True, False, False, True, True]
+    assert skipping.equal_rewards(rewards, weights, 3).tolist() == [True] * 3 + [False] * 3
+    one_of_two = torch.cat([rewards[:1], missing])
+    assert skipping.equal_rewards(one_of_two, weights, 2).tolist() == [True] * 4
+    assert skipping.equal_rewards(rewards, torch.tensor([1.0, 0.0]), 3).all()
+
+
+def test_groups_of_equal_rewards_are_left_out_although_their_mean_is_rounded(tmp_path):
+    seen = []
+
+    class Noted(ISOPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            seen.append(batch["advantages"])
+            return batch
+
+    def reward(prompts, completions, **_):
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        equal = (0.7, 0.3, 0.1)
+        own = tiny.reward(completions)
+        return [equal[numbers[prompt]] if numbers[prompt] < 3 else x for prompt, x in zip(prompts, own, strict=True)]
+
+    settings = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+    settings |= {"max_steps": 1, "max_completion_length": 2, "skip_zero_advantage": True}
+    trainer = training.build(tmp_path, kind=Noted, reward=reward, **settings)
+    trainer.train()
+    assert not seen[0][:24].any() and seen[0][24:].any()
+    assert logged(trainer, "isopo/skipped_fraction")[0] >= 0.75
 
 
 def test_sequences_stay_together_by_group_and_parts_are_even():
