@@ -167,6 +167,12 @@ def says_what_drew_it(batch: Batch) -> bool:
     return batch.sampler_logps is not None or batch.old_logps is not None
 
 
+def is_own(batch: Batch, optimizer_steps: int) -> bool:
+    """Whether the policy as it is now drew the tokens of a batch, as far as anybody knows: then all ratios are 1."""
+    fresh = is_fresh(batch, optimizer_steps)
+    return fresh and (batch.sampler_logps is None or bool(batch.get("drawn_by_policy", False)))
+
+
 def behaviour_logps(batch: Batch, logps: torch.Tensor, optimizer_steps: int) -> torch.Tensor:
     """
     Log-probabilities `[B, C]` under the policy that drew the tokens; NaN where nobody knows.

@@ -124,7 +124,7 @@ class StepKL:
 
     def score(self) -> None:
         """Before the step."""
-        self._batches = trl_seam.joined(self._trainer, self._batches)
+        self._batches = trl_seam.scored_together(self._trainer, self._batches)
         most = max((trl_seam.distribution_size(self._trainer, batch) for batch in self._batches), default=0)
         # Sharded models are gathered in both cases, but not in the same way
         most = self._trainer.accelerator.gather(torch.tensor([most], device=self._trainer.accelerator.device)).max()

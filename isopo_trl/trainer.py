@@ -33,6 +33,7 @@ from .generation import (
 )
 from .isopo import ISOPO
 from .kl_reward import KLReward
+from .skipping import Skipping, equal_rewards
 from .step_control import StepControl
 from .terms import Derivative, Terms
 from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
@@ -163,6 +164,13 @@ class ISOPOTrainer(GRPOTrainer):
                 "cannot do: set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, "
                 "where TRL insists on it) gradient_checkpointing=False."
             )
+        if args.skip_zero_advantage and self.terms:
+            raise ValueError(
+                f"skip_zero_advantage=True leaves out sequences that {', '.join(self.terms.settings)} acts on even "
+                "without an advantage: set skip_zero_advantage=False, or leave the term out of the loss (beta can go "
+                "into the reward, with kl_in_reward=True)."
+            )
+        self.skipping = Skipping(self) if args.skip_zero_advantage else None
         for warning in self.weighting.warnings():
             logger.warning(warning)
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
@@ -181,8 +189,13 @@ class ISOPOTrainer(GRPOTrainer):
 
     # One optimizer step
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of this object, over all calls of `train`."""
+        return self._optimizer_steps
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        self.weighting.reset()
+        self._forget_step()
         if self.step_control is not None:
             self.step_control.reset()
         checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
@@ -192,15 +205,28 @@ class ISOPOTrainer(GRPOTrainer):
             return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        skipping, accelerator = self.skipping, self.accelerator
+        skips = trl_seam.intercepted(accelerator, "backward", skipping.backward) if skipping else nullcontext()
         try:
-            with before_step(model, self._close_step) if self.is_deepspeed_enabled else nullcontext():
+            with skips, before_step(model, self._close_step) if self.is_deepspeed_enabled else nullcontext():
                 loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self.isopo.abort()
-            self.weighting.reset()
+            self._forget_step()
             raise
         self.isopo.end()
+        if skipping is not None and skipping.is_idle and accelerator.sync_gradients:
+            # As they would be if the passes had been made: the optimizer steps, by its momentum
+            for p in model.parameters():
+                if p.requires_grad and p.grad is None:
+                    p.grad = torch.zeros_like(p)
         return loss
+
+    def _forget_step(self) -> None:
+        """Forget the optimizer step under way."""
+        self.weighting.reset()
+        if self.skipping is not None:
+            self.skipping.reset()
 
     def _get_grad_norm(self, model, grad_norm=None):
         # The last that happens before the optimizer's step, and the norm is at hand
@@ -215,7 +241,10 @@ class ISOPOTrainer(GRPOTrainer):
     def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
         if self.accelerator.sync_gradients:
             self._optimizer_steps += 1
-            self._log_step(self.isopo.step(grad_norm, number=self.state.global_step + 1))
+            if self.skipping is None or not self.skipping.is_idle:
+                self._log_step(self.isopo.step(grad_norm, number=self.state.global_step + 1))
+            if self.skipping is not None:
+                trl_seam.log(self, "train", self.skipping.close())
 
     def _log_step(self, figures: dict[str, float]) -> None:
         off_policy = self.weighting.step()
@@ -240,6 +269,11 @@ class ISOPOTrainer(GRPOTrainer):
 
     # The loss
 
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not inputs:  # a microbatch from which every sequence was left out
+            return torch.zeros((), device=self.accelerator.device)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
     def _compute_loss(self, model, inputs):
         batch = trl_seam.Batch(inputs)
         advantages = batch.advantages
@@ -251,8 +285,8 @@ class ISOPOTrainer(GRPOTrainer):
         train = torch.is_grad_enabled()
         if train:
             # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
-            sign = ratio_loss.signs(advantages, self.loss_type).requires_grad_()
-            batch.advantages = sign
+            sign = ratio_loss.signs(advantages, self.loss_type)
+            batch.advantages = weighted_sign = (sign * batch.loss_weights).requires_grad_()
             microbatch = self.isopo.begin(
                 advantages.abs(),
                 attention_mask=batch.attention_mask,
@@ -267,10 +301,12 @@ class ISOPOTrainer(GRPOTrainer):
         asks_older = self.terms.needs_behaviour
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
-        with caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
+        unequal = trl_seam.unequal_ranks(self) if train and self.skipping is not None else nullcontext()
+        with unequal, caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
         if train and self.step_control is not None:
-            self.step_control.kl.note(batch)
+            if self.skipping is None:  # which notes all that it has seen
+                self.step_control.kl.note(batch)
             if self.step_control.behaviour is not None and forward.drift is not None:
                 self.step_control.behaviour.add(forward.drift, is_fresh(batch, self._optimizer_steps))
         terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
@@ -288,13 +324,14 @@ class ISOPOTrainer(GRPOTrainer):
         if not train:
             return loss + terms.value
         # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        slope, *by_weight = torch.autograd.grad(loss, [sign, *forward.differentiated], retain_graph=True)
-        value = loss.detach() + ((advantages - sign.detach()) * slope).sum() + terms.value
+        slope, *by_weight = torch.autograd.grad(loss, [weighted_sign, *forward.differentiated], retain_graph=True)
+        weighted_advantages = advantages * batch.loss_weights
+        value = loss.detach() + ((weighted_advantages - weighted_sign.detach()) * slope).sum() + terms.value
         unscaled = [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
         pull = forward.unscaled_term()
         if pull is not None:
             # By what the loss multiplies a token: its normalisation, and TRL's masks
-            share = -by_weight[0] * sign.detach().unsqueeze(1)
+            share = -by_weight[0] * sign.unsqueeze(1)
             value = value + (share * pull.value).sum()
             unscaled.append(Derivative(forward.outputs.logps, share * pull.slope))
         if unscaled:
@@ -321,7 +358,8 @@ class ISOPOTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         group: Any = self.args.num_generations
         with trl_seam.shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
-            return super()._prepare_inputs(generation_batch)
+            inputs = super()._prepare_inputs(generation_batch)
+        return self.skipping.next_microbatch() if self.skipping and self.model.training else inputs
 
     def _generate_and_score_completions(self, inputs):
         needs_behaviour, training = self._needs_behaviour, self.model.training
@@ -340,13 +378,29 @@ class ISOPOTrainer(GRPOTrainer):
 
         listening = self.kl_reward.listening() if self.kl_reward is not None else nullcontext()
         single_turn = turns if needs_behaviour and by_transformers else None
-        with listening, trl_seam.generation(self, single_turn=single_turn, generated=generated):
+        rewards: list[torch.Tensor] = []
+        with (
+            listening,
+            trl_seam.noted(self, "_calculate_rewards", rewards),
+            trl_seam.generation(self, single_turn=single_turn, generated=generated),
+        ):
             batch = super()._generate_and_score_completions(inputs)
         if training and self.isopo.rule.needs.ntk:
             note_prompts(batch, self.accelerator.process_index, self.num_generations)
+        if self.skipping is not None and training:
+            batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])
         if needs_behaviour:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
         return batch
+
+    def _without_rounding(self, advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+        """The advantages `[B]` of this rank, 0 where all `rewards` `[N, functions]` of a group are the same."""
+        if self.args.multi_objective_aggregation != "sum_then_normalize":
+            return advantages  # which are not relative to the group
+        group: Any = self.args.num_generations
+        start = self.accelerator.process_index * len(advantages)
+        equal = equal_rewards(rewards, self.reward_weights, group)[start : start + len(advantages)]
+        return advantages.masked_fill(equal, 0)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         functions = map(reward_functions.checked, self.reward_funcs, self.reward_func_names)

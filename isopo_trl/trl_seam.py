@@ -203,6 +203,18 @@ def intercepted(trainer: Any, name: str, stand_in: Callable[..., Any]) -> Iterat
             setattr(trainer, name, before)
 
 
+@contextmanager
+def noted(trainer: Any, name: str, results: list[Any]) -> Iterator[None]:
+    """Context in which `results` gets what TRL's calls of a method return."""
+
+    def stand_in(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        results.append(method(*args, **kwargs))
+        return results[-1]
+
+    with intercepted(trainer, name, stand_in):
+        yield
+
+
 # The batch
 
 
@@ -264,6 +276,15 @@ class Batch(dict):
         if logps is not None:
             self["old_per_token_logps"] = logps
 
+    @property
+    def loss_weights(self) -> torch.Tensor | float:
+        """`[B]`, ours: multiply each sequence's part of the loss; 1 unless sequences were left out."""
+        return self.get("loss_weights", 1.0)
+
+    @loss_weights.setter
+    def loss_weights(self, weights: torch.Tensor) -> None:
+        self["loss_weights"] = weights
+
     def with_advantages(self, advantages: torch.Tensor) -> "Batch":
         """A copy with other advantages `[B]`."""
         return Batch(self, advantages=advantages)
@@ -311,6 +332,7 @@ require(
     *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"),
 )
 require("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
+require("trl.GRPOTrainer.compute_loss", "model", "inputs", "return_outputs", "num_items_in_batch")
 # Between the last backward and the optimizer's step
 require("trl.GRPOTrainer._get_grad_norm", "model", "grad_norm")
 require("trl.GRPOTrainer._run_epoch", mentions=("_get_grad_norm",))
@@ -330,15 +352,15 @@ _IMAGES = (
 )
 _TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 require("trl.GRPOTrainer._compute_loss", mentions=(*_IMAGES, *_TEXT))
-_images_by_sequence = require("trl.trainer.utils.split_pixel_values_by_grid", "batch")
-_images_together = require("trl.trainer.utils.unsplit_pixel_values_by_grid", "batch")
+_images_by_sequence = require("trl.trainer.grpo_trainer.split_pixel_values_by_grid", "batch")
+_images_together = require("trl.trainer.grpo_trainer.unsplit_pixel_values_by_grid", "batch")
 
 
 def _has_images(batch: Batch) -> bool:
     return any(batch.get(name) is not None for name in _IMAGES)
 
 
-def joined(trainer: Any, batches: list[Batch]) -> list[Batch]:
+def scored_together(trainer: Any, batches: list[Batch]) -> list[Batch]:
     """The sequences of all batches in one, with no more padding than needed; batches with images as they are."""
     if not batches or any(map(_has_images, batches)):
         return batches
@@ -461,6 +483,21 @@ def weighed_loss(
         own_loss = {**_NO_TERMS, "use_vllm": False, "vllm_importance_sampling_correction": False}
         loans.enter_context(borrowed(trainer, **own_loss))
         loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
+        yield
+
+
+@contextmanager
+def unequal_ranks(trainer: Any) -> Iterator[None]:
+    """
+    Context for TRL's `_compute_loss` of microbatches that differ in size from rank to rank: of the figures that it
+    gathers, one number per sequence, the missing ones are NaN, which TRL leaves out.
+    """
+    accelerator = trainer.accelerator
+
+    def stand_in(gather: Callable[..., Any], tensor: torch.Tensor) -> torch.Tensor:
+        return gather(accelerator.pad_across_processes(tensor, pad_index=torch.nan) if tensor.ndim else tensor)
+
+    with intercepted(accelerator, "gather", stand_in):
         yield
 
 
@@ -602,6 +639,30 @@ def _in_order(value: Any, order: list[int]) -> Any:
     if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
         return value
     return value[torch.tensor(order)] if isinstance(value, torch.Tensor) else [value[number] for number in order]
+
+
+def coming_batches(trainer: Any, count: int) -> list[dict[str, Any]]:
+    """The next `count` microbatches on this rank, or as many as there are up to the end of the generation."""
+    place = trainer._step % trainer.args.steps_per_generation
+    return trainer._buffered_inputs[place : place + count]
+
+
+def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Microbatches of one generation as one batch, in which images are split by sequence: for [`rows_of`]."""
+    split = [_images_by_sequence(batch) for batch in batches]
+    return {name: _one_after_the_other([batch[name] for batch in split]) for name in split[0]}
+
+
+def rows_of(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    """A microbatch of some rows of a batch that was [`joined`]."""
+    return _images_together({name: _in_order(value, rows) for name, value in batch.items()})
+
+
+def _one_after_the_other(values: list[Any]) -> Any:
+    if isinstance(values[0], list):
+        return [entry for value in values for entry in value]
+    per_sequence = isinstance(values[0], torch.Tensor) and values[0].ndim > 0
+    return torch.cat(values) if per_sequence else values[0]  # else it is the generation's
 
 
 # Resuming

@@ -437,6 +437,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     runs = [{"rule": rule} for rule in ("fisher", "fig4", "none")]
     runs += [{"rule": "interacting", "per_device_train_batch_size": 6}]  # two prompts in a microbatch
     runs += [{"loss_type": loss_type} for loss_type in ("cispo", "vespo")]
+    runs[0]["skip_zero_advantage"] = True
     runs += [{"target_kl": 1e-3, "num_iterations": 2}]
     for settings in [*runs, {"beta": 0.1, "kl_in_reward": True, "entropy_coef": 0.1}]:
         model = tiny.save(tmp_path / "model", "qwen3") if "beta" in settings else "qwen3"

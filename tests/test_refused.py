@@ -162,6 +162,7 @@ OF_ROWS = [
     "off_policy_mask_threshold",
     "virtual tokens",
     "a part of the weights",
+    "acts on even without an advantage",
     "go back through the model twice",
     "one advantage per sequence",
     "ISOPO cannot train",

@@ -163,7 +163,7 @@ def scored(trainer, batch, rows):
     whole = trl_seam.Batch(batch)
     with torch.no_grad(), step_kl.evaluating(trainer.model):
         expected = trl_seam.batch_logps(trainer, whole)[rows]
-        (kept,) = trl_seam.joined(trainer, [whole.rows(rows[:1]), whole.rows(rows[1:])])
+        (kept,) = trl_seam.scored_together(trainer, [whole.rows(rows[:1]), whole.rows(rows[1:])])
         return expected, trl_seam.batch_logps(trainer, kept), trl_seam.log_distributions(trainer, kept), kept, whole
 
 

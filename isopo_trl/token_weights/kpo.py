@@ -28,6 +28,7 @@ class KPO(Weighting):
 
     title = "KPO"
     credit = "Tokens were weighted by [KPO](https://huggingface.co/papers/2602.10609)."
+    looks_across_sequences = False
     settings = kept_on_resume = ("kpo_gain", "kpo_stop_gradient", *_SCHEDULE)
     defaults = {"epsilon": 0.0003, "epsilon_high": 0.0004}
 

@@ -17,6 +17,7 @@ class NoWeighting(Weighting):
     """`w_t = 1`: nothing is asked of the sampler, and TRL's loss is left alone."""
 
     needs_behaviour = False
+    looks_across_sequences = False
 
     @classmethod
     def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:

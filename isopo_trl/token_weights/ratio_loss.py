@@ -113,6 +113,7 @@ class RatioLoss(Weighting):
 
     name = "none"
     settings = (*RANGE, "importance_sampling_level")
+    looks_across_sequences = False
 
     @classmethod
     def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:

@@ -22,6 +22,7 @@ class SamplerCorrection(Weighting):
 
     title = "the sampler's correction"
     credit = "Tokens were weighted by their importance ratio to the sampler."
+    looks_across_sequences = False
     settings = (
         "vllm_importance_sampling_mode",
         "vllm_importance_sampling_clip_max",

@@ -128,6 +128,8 @@ class Weighting(ABC):
             where the user gave none (`epsilon`, `epsilon_high`); without an entry they are refused.
         needs_behaviour (`bool`): whether it looks at the behaviour policy's log-probabilities at all.
         goes_back_twice (`bool`): whether there is an unscaled term, which has a backward pass of its own.
+        looks_across_sequences (`bool`): whether what becomes of a sequence depends on others, or it matters even
+            without an advantage. Then `skip_zero_advantage` leaves out none unless all ratios are 1.
 
     Args:
         args ([`ISOPOConfig`]): the settings, as checked by [`refusals`].
@@ -142,6 +144,7 @@ class Weighting(ABC):
     defaults: ClassVar[dict[str, float]] = {}
     needs_behaviour: ClassVar[bool] = True
     goes_back_twice: ClassVar[bool] = False
+    looks_across_sequences: ClassVar[bool] = True
 
     def __init__(self, args: "ISOPOConfig", ranks: Ranks | None = None):
         self.args = args

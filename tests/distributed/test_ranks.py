@@ -18,6 +18,7 @@ RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", 
 RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslora"]
 RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
+RUNS += ["skipped-none-full", "skipped-euclidean-lora", "skippedfsdp-euclidean-full"]
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "step-fig4-full", "steptrainer-fisher-full"]
 SLOW = ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
@@ -25,6 +26,7 @@ SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:
     SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full"]
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
+    RUNS += ["skipped2-none-full", "skipped3-none-full"]
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,22 @@ def test_the_completions_of_a_prompt_are_one_microbatch_of_one_rank(results):
             assert len(microbatch) == 4 and len(set(microbatch)) == 1, "a group is cut"
     everywhere = [microbatch[0] for result in two for microbatch in result["prompts"]]
     assert len(set(everywhere)) == len(everywhere)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("skipped")])
+def test_ranks_with_unequal_shares_of_advantages_make_the_step_of_one_rank(name, results, tmp_path):
+    """Two microbatches of each rank are a step; all ranks make as many passes as the one with the most sequences."""
+    _, rule, weights = name.split("-")
+    # The whole batch without a rule; else statistics are over the sequences with an advantage, on one rank as well
+    one, two = worker.skipped(tmp_path, rule, weights, skip=rule != "none"), ranks(results, name)
+    deepspeed = name[len("skipped")].isdigit()
+    assert_same(one, *two, 1e-3 if deepspeed else 1e-5)
+    if rule != "none":
+        torch.testing.assert_close(two[0]["mean"], one["mean"], rtol=1e-4, atol=0)
+    for rank, result in enumerate(two):
+        # DeepSpeed's optimizer steps after a backward pass alone, so that the second step has one
+        assert result["passes"] == 2 + deepspeed + 2 + 1, f"rank {rank}"
+        assert result["fractions"] == pytest.approx([8 / 16, 1, 9 / 16, 12 / 16])
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("overflow")])

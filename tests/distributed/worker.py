@@ -1,16 +1,17 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
-overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, and the weights full, lora or dora, or those of a
-mixture of experts, experts or expertslora
+skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, and the
+weights full, lora or dora, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
-microbatches at a time, with `group_microbatches`. In `target` steps have a length to keep to, and the first is far too
-long. `steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` are the same with `fisher_scope="step"`; `step` is a loop in
-float64, for the oracle.
+microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
+leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In `target`
+steps have a length to keep to, and the first is far too long. `steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` are the
+same with `fisher_scope="step"`; `step` is a loop in float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -86,17 +87,19 @@ class ShardsByHand(ByHand, Sharded):
     """Given microbatches under FSDP2."""
 
 
-def deepspeed_config(stage):
+def deepspeed_config(stage, accumulation):
     return {
         "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2 // WORLD,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
     }
 
 
 def trainer(output, rule, weights, stage=None, kind=ByHand, **settings):
+    settings = {"gradient_accumulation_steps": 2 // WORLD, "max_steps": STEPS, "optim": "sgd", **settings}
+    accumulation = settings["gradient_accumulation_steps"]
     args = ISOPOConfig(
         f"{output}.trainer",
         rule=rule,
@@ -106,16 +109,13 @@ def trainer(output, rule, weights, stage=None, kind=ByHand, **settings):
         bf16=False,
         report_to=[],
         per_device_train_batch_size=4,
-        gradient_accumulation_steps=2 // WORLD,
         num_generations=4,
         max_completion_length=8,
-        max_steps=STEPS,
-        optim="sgd",
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="steps" if "save_steps" in settings else "no",
         router_aux_loss_coef=0.0,
-        deepspeed=None if stage is None else deepspeed_config(stage),
+        deepspeed=None if stage is None else deepspeed_config(stage, accumulation),
         **{"learning_rate": 0.05, **settings},
     )
     return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
@@ -155,6 +155,65 @@ def grouped(output, rule, weights):
 
     trainer(output, rule, weights, kind=Watched, group_microbatches=True, steps_per_generation=2).train()
     return {"prompts": prompts, "generated": generated}
+
+
+# Of the generations of the run, how many sequences of each rank's carry an advantage; no rank has any in the second
+WITH_ADVANTAGE = [(7, 1), (0, 0), (2, 5), (0, 4)]
+
+
+class Uneven(ISOPOTrainer):
+    """
+    Generations by hand, of 8 sequences per rank. One rank has those of both, one after the other, as microbatches of
+    one step.
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.generations = self.passes = 0
+        super().__init__(*args, **kwargs)
+        self.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_):
+        self.passes += 1
+
+    def _generate_and_score_completions(self, inputs):
+        number, self.generations = self.generations, self.generations + 1
+        parts = []
+        for share in (0, 1):
+            generator = torch.Generator().manual_seed(10 * number + share)
+            lengths = torch.randint(2, 9, (2, 8), generator=generator).tolist()
+            parts.append(oracle.random_batch(*lengths, 100, seed=10 * number + share))
+            parts[-1].advantages = parts[-1].advantages.float()
+            parts[-1].advantages[WITH_ADVANTAGE[number][share] :] = 0
+        total = sum(part.completion_mask.sum() for part in parts)
+        shares = parts if WORLD == 1 else [parts[RANK]]
+        width = [max(part.prompt_ids.shape[1] for part in parts), max(part.completion_ids.shape[1] for part in parts)]
+        batch = {}
+        for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+            rows = [getattr(part, name) for part in shares]
+            missing = [width["completion" in name] - x.shape[1] for x in rows]
+            sides = [(0, n) if "completion" in name else (n, 0) for n in missing]
+            batch[name] = torch.cat([torch.nn.functional.pad(x, side) for x, side in zip(rows, sides, strict=True)])
+        batch["advantages"] = torch.cat([part.advantages for part in shares])
+        return {**batch, "num_items_in_batch": total}
+
+
+class UnevenShards(Uneven, Sharded):
+    """The same under FSDP2."""
+
+
+def skipped(output, rule, weights, under="", skip=True):
+    """Weights, running means and passes of this rank; a step is two microbatches per share, four on one rank."""
+    accumulation = 4 // WORLD
+    settings = {"skip_zero_advantage": skip, "max_steps": len(WITH_ADVANTAGE), "steps_per_generation": accumulation}
+    settings |= {"gradient_accumulation_steps": accumulation, "optim": "adamw_torch", "adam_epsilon": 1e-3}
+    if rule != "none":
+        settings |= {"scale": "paper", "regularization": 0.0}  # which do not see how a batch is cut
+    kind = UnevenShards if under == "fsdp" else Uneven
+    run = trainer(output, rule, weights, int(under) if under.isdigit() else None, kind, **settings)
+    run.train()
+    fractions = [line["isopo/skipped_fraction"] for line in run.state.log_history if "isopo/skipped_fraction" in line]
+    result = {"weights": full_weights(run.model), "passes": run.passes, "fractions": fractions}
+    return {**result, "mean": run.isopo.state_dict()["running"]["mean"], "wrapped": type(run.model_wrapped).__name__}
 
 
 class Keep(TrainerCallback):
@@ -246,6 +305,8 @@ def run(output, mode, rule, weights):
         return resumed(output, rule, weights)
     if mode == "grouped":
         return grouped(output, rule, weights)
+    if mode.startswith("skipped"):
+        return skipped(output, rule, weights, mode.removeprefix("skipped"))
     if mode.startswith("overflow"):
         return overflow(output, rule, weights, mode.removeprefix("overflow"))
     if mode.startswith("target"):

@@ -1,0 +1,349 @@
+"""`skip_zero_advantage`: sequences without an advantage cost no pass, and the others count as they did with them."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from isopo_trl import ISOPOTrainer, skipping
+from isopo_trl.token_weights import ratio_loss
+from tests import oracle, tiny, training
+from tests.test_oracle import build, check
+from tests.test_resuming import differing, weights
+from tests.test_trainer_vision import WithImages, image_batch, vision_model
+
+
+def generation(advantages, seed=0, **extra):
+    """What TRL would have generated: ragged sequences with these advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 7, (2, len(advantages)), generator=generator).tolist()
+    batch = oracle.random_batch(*lengths, 100, seed, torch.tensor(advantages, dtype=torch.float64))
+    return {**batch.for_trl(), **{name: make(batch) for name, make in extra.items()}}
+
+
+class ByHand(ISOPOTrainer):
+    """Its generations are those of a list. Notes the microbatches of the loss, and gradients; counts the passes."""
+
+    def __init__(self, *args, **kwargs):
+        self.microbatches, self.gradients, self.passes = [], [], 0
+        super().__init__(*args, **kwargs)
+        self.model.register_forward_pre_hook(self._count)
+
+    def _count(self, *_):
+        self.passes += 1
+
+    def _generate_and_score_completions(self, inputs):
+        return dict(self.generations.pop(0))
+
+    def _compute_loss(self, model, inputs):
+        self.microbatches.append(dict(inputs))
+        return super()._compute_loss(model, inputs)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        self.gradients.append({p: p.grad.clone() for p in model.parameters() if p.requires_grad})
+        return super()._get_grad_norm(model, grad_norm)
+
+
+def trained(folder, generations, model=None, kind=ByHand, **settings):
+    settings = {"rule": "none", "per_device_train_batch_size": 3, "max_grad_norm": 1e30, **settings}
+    # Momentum and decay move weights in a step without a gradient; an eps that rounding does not get past
+    settings = {"max_steps": 3, "weight_decay": 0.1, "adam_epsilon": 1e-3, **settings}
+    model = tiny.model("qwen3", dtype=torch.float64) if model is None else model
+    trainer = training.build(folder, model, kind, data=tiny.prompts(24), **settings)
+    trainer.generations = list(generations)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer, name):
+    return [line[name] for line in trainer.state.log_history if name in line]
+
+
+def assert_same_weights(one, other, tolerance=1e-9):
+    for (name, p), q in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        error = ((p - q).norm() / q.norm()).item()
+        assert error < tolerance, f"{name}: {error}"
+
+
+# Rule none: the same step
+
+
+SOME, NONE, FEW = [0.5, 0, 0, -1.0, 0, 2.0], [0.0] * 6, [0, 0, 0, 0, 1.5, 0]
+ACCUMULATED = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("loss_type", ratio_loss.LOSS_TYPES)
+def test_without_a_rule_the_weights_are_those_of_the_whole_batch(loss_type, tmp_path):
+    settings = {**ACCUMULATED, "loss_type": loss_type, "max_steps": 4}
+    if loss_type == "cispo":
+        settings["epsilon_high"] = 5.0
+    generations = [generation(a, seed) for seed, a in enumerate((SOME, NONE, FEW, [0.25, -1, 1, 2, 3, -2]))]
+    whole = trained(tmp_path, generations, **settings)
+    skipped = trained(tmp_path, generations, skip_zero_advantage=True, **settings)
+    assert_same_weights(skipped, whole)
+    assert logged(skipped, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)  # which is summed in float32
+    assert logged(skipped, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-9)
+    # Two microbatches per step: three sequences fit into one, none into none
+    assert (whole.passes, skipped.passes) == (8, 4)
+    assert logged(skipped, "isopo/skipped_fraction") == pytest.approx([0.5, 1, 5 / 6, 0])
+    assert [len(batch["advantages"]) for batch in skipped.microbatches] == [3, 1, 3, 3]
+    for name in ("isopo/multiplier_mean", "isopo/effective_sequences"):
+        assert logged(skipped, name) == pytest.approx(logged(whole, name))
+
+
+def random_logps(batch):
+    """What the sampler says it drew tokens with: not what the policy does."""
+    generator = torch.Generator().manual_seed(7)
+    return -5 + torch.rand(batch.completion_mask.shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"token_weights": "sampler", "vllm_importance_sampling_mode": "token_truncate"},
+        {"token_weights": "kpo", "epsilon": 0.2, "epsilon_high": 0.2, "loss_type": "bnpo"},
+        {"epsilon": 0.2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"off_policy_mask_threshold": 0.1},
+        {"token_weights": "p3o"},
+        {"token_weights": "p3o", "rule": "fisher"},
+    ],
+    ids=str,
+)
+def test_off_policy_data_have_the_weights_of_the_whole_batch(settings, tmp_path):
+    """Two steps per generation, which serves twice. P3O pulls at every sequence, and takes all of them."""
+    settings = {**settings, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
+    batch = generation(SOME, sampling_per_token_logps=random_logps)
+    whole = trained(tmp_path, [batch], **settings)
+    skipped = trained(tmp_path, [batch], skip_zero_advantage=True, **settings)
+    assert_same_weights(skipped, whole)
+    if settings.get("token_weights") == "p3o":
+        assert logged(skipped, "isopo/skipped_fraction") == [0] * 4
+        assert logged(skipped, "off_policy/ess") == logged(whole, "off_policy/ess")
+    else:
+        assert logged(skipped, "isopo/skipped_fraction") != [0] * 4 and skipped.passes <= whole.passes
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_p3o_leaves_sequences_out_as_long_as_the_policy_itself_drew_them(tmp_path):
+    own = {"generated_after": lambda _: torch.tensor(0), "drawn_by_policy": lambda _: torch.tensor(True)}
+    batch = generation(SOME, sampling_per_token_logps=random_logps, **own)
+    settings = {"token_weights": "p3o", "num_iterations": 2, "steps_per_generation": 2, "max_steps": 2}
+    settings["gradient_accumulation_steps"] = 2
+    whole = trained(tmp_path, [batch], **settings)
+    skipped = trained(tmp_path, [batch], skip_zero_advantage=True, **settings)
+    assert_same_weights(skipped, whole)
+    assert logged(skipped, "isopo/skipped_fraction") == [0.5, 0]
+    assert (whole.passes, skipped.passes) == (4, 3)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_a_step_of_two_generations_ends_with_a_pass_if_there_was_one(tmp_path):
+    """Ranks exchange gradients in the last one."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 2, "loss_type": "grpo"}
+    generations = [generation(a[:3], seed) for seed, a in enumerate((SOME, NONE, NONE, FEW[3:]))]
+    whole = trained(tmp_path, generations, **settings)
+    skipped = trained(tmp_path, generations, skip_zero_advantage=True, **settings)
+    assert_same_weights(skipped, whole)
+    assert [len(batch["advantages"]) for batch in skipped.microbatches] == [1, 1, 1]
+    assert skipped.microbatches[1]["loss_weights"] == 0 and skipped.microbatches[1]["advantages"] == 0
+
+
+def test_a_run_without_any_signal_makes_no_pass_and_decays_as_it_would(tmp_path):
+    whole, skipped = (
+        trained(tmp_path, [generation(NONE)] * 2, **ACCUMULATED, rule="fisher", skip_zero_advantage=skip, max_steps=2)
+        for skip in (False, True)
+    )
+    assert skipped.passes == 0 and skipped.isopo.state_dict()["running"] is None
+    assert not differing(skipped, weights(whole))
+    assert logged(skipped, "grad_norm") == logged(whole, "grad_norm") == [0, 0]
+    assert logged(skipped, "isopo/multiplier_mean") == [0, 0] and logged(skipped, "isopo/fisher_norm") == []
+
+
+# Other rules: statistics over the sequences that carry an advantage
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(
+    "lora,rule,reentrant",
+    [(False, "fisher", None), (True, "fisher", False), (True, "fig4", True), (False, "interacting", None)],
+    ids=str,
+)
+def test_the_gradient_is_the_definition_over_the_remaining_sequences(lora, rule, reentrant, tmp_path):
+    settings = {"gradient_checkpointing": reentrant is not None, "rule": rule, "fisher_samples": 10_000}
+    if reentrant is not None:
+        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+    settings |= {"loss_type": "bnpo", "per_device_train_batch_size": 3, "learning_rate": 0.0, "weight_decay": 0.0}
+    settings |= {"gradient_accumulation_steps": 4, "max_steps": 1, "skip_zero_advantage": True}
+    advantages = [0.5, 0, 0, -1, 0, 2, 0, 0.7, 0, 0, 0, -0.3]
+    trainer = trained(tmp_path, [generation(advantages)], build("qwen3", lora), **settings)
+    # By TRL's microbatches, as it has shuffled them: by what a token is divided there
+    divided = {}
+    for inputs in trainer._buffered_inputs:
+        whole = as_batch(inputs)
+        rows = oracle.token_weights(whole, "bnpo", accumulation=4)
+        divided |= {a: row for a, row in zip(whole.advantages.tolist(), rows, strict=True) if a}
+    assert [len(inputs["advantages"]) for inputs in trainer.microbatches] == [2, 3]
+    expected = dict.fromkeys(trainer.gradients[0], 0)
+    for inputs in trainer.microbatches:
+        part = as_batch(inputs)
+        per_token = torch.stack([divided.pop(a) for a in part.advantages.tolist()])
+        G = oracle.position_gradients(build("qwen3", lora), part, per_token)
+        for p, gradient in oracle.expected_gradients(trainer.model, G, part, None, rule).items():
+            expected[p] = expected[p] + gradient
+    assert not divided, "a sequence with an advantage is missing"
+    for p, gradient in trainer.gradients[0].items():
+        p.grad = gradient
+    check(trainer.model, expected)
+
+
+def as_batch(inputs):
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    return oracle.Batch(*(inputs[name] for name in names))
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_running_means_are_those_of_a_run_in_which_the_others_never_were(tmp_path):
+    whole = [generation(a, seed) for seed, a in enumerate((SOME, [1, 0, 0, 2, -1, 0.1], FEW))]
+    rest = []
+    for batch in whole:
+        keep = batch["advantages"] != 0
+        rest.append({name: x[keep] if x.dim() else x for name, x in batch.items()})
+    settings = {"rule": "fig4", "fisher_samples": 10_000, "per_device_train_batch_size": 6}
+    skipped = trained(tmp_path, whole, skip_zero_advantage=True, **settings)
+    expected = trained(tmp_path, rest, **settings)
+    assert_same_weights(skipped, expected)
+    one, other = (trainer.isopo.state_dict()["running"] for trainer in (skipped, expected))
+    torch.testing.assert_close(one["mean"], other["mean"], rtol=1e-9, atol=0)
+    for name in ("isopo/multiplier_max", "isopo/fisher_norm", "isopo/effective_sequences"):
+        assert logged(skipped, name) == pytest.approx(logged(expected, name), rel=1e-9)
+
+
+# What is left out, and how the rest is packed
+
+
+def test_equal_rewards_are_told_from_their_rounded_mean():
+    rewards = torch.tensor([[0.7, 1], [0.7, 1], [0.7, 1], [0.7, 2], [0.7, torch.nan], [0.7, torch.nan]])
+    missing = torch.full((3, 2), torch.nan)
+    weights = torch.tensor([1.0, 0.5])
+    assert skipping.equal_rewards(rewards, weights, 2).tolist() == [True, True, False, False, True, True]
+    assert skipping.equal_rewards(rewards, weights, 3).tolist() == [True] * 3 + [False] * 3
+    one_of_two = torch.cat([rewards[:1], missing])
+    assert skipping.equal_rewards(one_of_two, weights, 2).tolist() == [True] * 4
+    assert skipping.equal_rewards(rewards, torch.tensor([1.0, 0.0]), 3).all()
+
+
+def test_groups_of_equal_rewards_are_left_out_although_their_mean_is_rounded(tmp_path):
+    seen = []
+
+    class Noted(ISOPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            seen.append(batch["advantages"])
+            return batch
+
+    def reward(prompts, completions, **_):
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+        equal = (0.7, 0.3, 0.1)
+        own = tiny.reward(completions)
+        return [equal[numbers[prompt]] if numbers[prompt] < 3 else x for prompt, x in zip(prompts, own, strict=True)]
+
+    settings = {"num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+    settings |= {"max_steps": 1, "max_completion_length": 2, "skip_zero_advantage": True}
+    trainer = training.build(tmp_path, kind=Noted, reward=reward, **settings)
+    trainer.train()
+    assert not seen[0][:24].any() and seen[0][24:].any()
+    assert logged(trainer, "isopo/skipped_fraction")[0] >= 0.75
+
+
+def test_sequences_stay_together_by_group_and_parts_are_even():
+    advantages = torch.tensor([0.0, 1, 0, 0, torch.nan, 0, 0, 0])
+    assert skipping.kept_units(advantages) == [[1], [4]]
+    assert skipping.kept_units(advantages, 2) == [[0, 1], [4, 5]]
+    assert skipping.kept_units(torch.zeros(4), 2) == []
+    assert skipping.in_equal_parts([[0], [2], [5], [6], [7]], 2) == [[0, 2], [5, 6, 7]]
+    assert skipping.in_equal_parts([[0, 1], [4, 5]], 3) == [[], [0, 1], [4, 5]]
+
+
+def test_groups_stay_whole_with_group_microbatches(tmp_path):
+    settings = {"rule": "interacting", "group_microbatches": True, "num_generations": 2, "max_steps": 1}
+    settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "skip_zero_advantage": True}
+    batch = generation([1.0, 0, 0, 0, 2, 3, 0, 0, 0, 0, 0, 4])
+    model = tiny.model("qwen3")
+    trainer = trained(tmp_path, [{**batch, "advantages": batch["advantages"].float()}], model, **settings)
+    seen = [microbatch["advantages"].tolist() for microbatch in trainer.microbatches]
+    groups = [sorted(part[i : i + 2]) for part in seen for i in range(0, len(part), 2)]
+    assert sorted(map(len, seen)) == [2, 4] and sorted(groups) == [[0, 1], [0, 4], [2, 3]]
+
+
+def test_images_stay_with_their_sequences(tmp_path):
+    seen = []
+
+    class Some(WithImages):
+        def _generate_and_score_completions(self, inputs):
+            advantages = torch.zeros(12)
+            advantages[[1, 4, 5, 11]] = torch.tensor([1.0, -1.0, 2.0, -2.0])
+            return {**image_batch(12), "advantages": advantages}
+
+        def _compute_loss(self, model, inputs):
+            seen.append(inputs)
+            return super()._compute_loss(model, inputs)
+
+    settings = {"gradient_accumulation_steps": 4, "max_steps": 1, "skip_zero_advantage": True}
+    training.build(tmp_path, vision_model(), Some, rule="none", **settings).train()
+    whole, used = image_batch(12), []
+    for inputs in seen:
+        rows = [prompt[6].item() - 20 for prompt in inputs["prompt_ids"]]
+        used += rows
+        assert torch.equal(inputs["pixel_values"], whole["pixel_values"].view(12, 16, 12)[rows].flatten(0, 1))
+        assert torch.equal(inputs["mm_token_type_ids"], whole["mm_token_type_ids"][rows])
+        assert len(inputs["image_grid_thw"]) == len(inputs["num_images"]) == 2
+    assert sorted(used) == [1, 4, 5, 11]
+
+
+def same_for_some(prompts, completions, **_):
+    """The same reward for every completion of a prompt of even length."""
+    own = tiny.reward(completions)
+    return [x if len(prompt) % 2 else 0.5 for prompt, x in zip(prompts, own, strict=True)]
+
+
+def test_resuming_inside_a_generation_is_as_unbroken_as_without(tmp_path, caplog):
+    settings = {"skip_zero_advantage": True, "per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 4}
+    settings |= {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 4, "reward": same_for_some}
+    whole = training.build(tmp_path, data=tiny.prompts(8), **settings)
+    whole.train()
+    fractions = logged(whole, "isopo/skipped_fraction")
+    assert all(0 < fraction < 1 for fraction in fractions)
+    again = training.build(tmp_path, data=tiny.prompts(8), **settings)
+    again.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    assert not differing(again, weights(whole)) and "same completions" not in caplog.text
+    again.evaluate(tiny.prompts(4))  # where nothing is left out
+    assert "eval_loss" in again.state.log_history[-1]
+
+
+# Refused
+
+
+ADAPTER = {"peft_config": LoraConfig(r=2)}  # without which the reference model is another one
+
+
+@pytest.mark.parametrize(
+    "model,settings",
+    [
+        ("qwen3", {"beta": 0.1}),
+        ("qwen3", {"entropy_coef": 0.1}),
+        ("qwen3", {"use_adaptive_entropy": True}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.1}),
+        ("qwen3", {"top_entropy_quantile": 0.5}),
+    ],
+    ids=str,
+)
+def test_what_every_sequence_takes_part_in_is_refused(model, settings, tmp_path):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"skip_zero_advantage=True.*{name}="):
+        training.build(tmp_path, model, options=ADAPTER, **settings, skip_zero_advantage=True)
+
+
+def test_a_divergence_in_the_reward_is_not_refused(tmp_path):
+    training.build(tmp_path, options=ADAPTER, beta=0.1, kl_in_reward=True, skip_zero_advantage=True)
