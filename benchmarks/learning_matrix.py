@@ -24,6 +24,8 @@ SHORT = {
     "task": "task",
     "target_kl": "target",
     "step_kl_share": "share",
+    "fisher_scope": "scope",
+    "skip_zero_advantage": "skip",
 }
 
 

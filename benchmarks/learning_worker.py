@@ -30,7 +30,10 @@ from isopo_trl.validation import ValidationCallback
 
 
 # Settings of a run that are ISOPOConfig's, handed on by name
-OF_ISOPO = ("rule", "regularization", "token_weights", "fisher_samples", "scale", "target_kl", "step_kl_share")
+OF_ISOPO = (
+    *("rule", "regularization", "token_weights", "fisher_samples", "fisher_scope", "scale", "target_kl"),
+    *("step_kl_share", "skip_zero_advantage"),
+)
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "vllm", "datasets")
 
 

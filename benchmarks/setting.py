@@ -35,6 +35,7 @@ SHAPES = {
 MIXTURES = ("tiny-moe", "30b-a3b-6layers")
 RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
 TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
+STEP = "@step"  # behind a rule's name: with the rows of the step before
 WARM_UP = 3
 
 
@@ -60,8 +61,14 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 
 def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> None:
     choices = [*RULES, *(f"{rule}+{weights}" for rule in RULES for weights in TOKEN_WEIGHTS)]
+    choices += [f"{rule}{STEP}" for rule in RULES]
     parser.add_argument(
-        "--rules", nargs="+", choices=choices, default=rules, metavar="RULE", help="a rule, or RULE+TOKEN_WEIGHTS"
+        "--rules",
+        nargs="+",
+        choices=choices,
+        default=rules,
+        metavar="RULE",
+        help=f"a rule, RULE+TOKEN_WEIGHTS, or RULE{STEP} for fisher_scope='step'",
     )
     parser.add_argument("--recipe", action="store_true", help="also the published recipe (hook_recipe.py)")
 
@@ -134,13 +141,15 @@ def no_reward(completions, **_):
 
 
 def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **settings) -> GRPOTrainer:
-    """The trainer called `name` ("grpo", "recipe", a rule or `rule+weights`) on a copy of the random model."""
+    """The trainer called `name` ("grpo", "recipe", or as `--rules` takes it) on a copy of the random model."""
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
     if kind is ISOPOTrainer:
-        rule, _, token_weights = name.partition("+")
+        rule, _, token_weights = name.removesuffix(STEP).partition("+")
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
+        if name.endswith(STEP):
+            settings["fisher_scope"] = "step"
         if rule != "interacting":
             settings["regularization"] = 0  # as in the figures before the default was another
     if case.shape in MIXTURES and not case.aux:

@@ -9,9 +9,9 @@ the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks
 under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
 microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
-leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In `target`
-steps have a length to keep to, and the first is far too long. `steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` are the
-same with `fisher_scope="step"`; `step` is a loop in float64, for the oracle.
+leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In
+`target` steps have a length to keep to, and the first is far too long. `steptrainer`, `stepzero2`, `steploop`,
+`stepfsdp2` are the same with `fisher_scope="step"`; `step` is a loop in float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
