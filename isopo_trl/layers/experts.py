@@ -160,7 +160,9 @@ class ExpertsForward(Layer):
             adapter = adapters[name]
             h = rows
             for side, factor in factors(adapter.wrapper, adapter.name, module.is_transposed).items():
-                h = _ExpertProduct.apply(*_cast(module, h, factor, None), routing, getattr(adapter, side), microbatch)
+                # PEFT adds them to the matrices in the type of these, whatever their own
+                operands = _cast(module, h, factor.to(W.dtype), None)
+                h = _ExpertProduct.apply(*operands, routing, getattr(adapter, side), microbatch)
             return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
         return experts_output(module, x, routing, weights, product)
@@ -251,7 +253,9 @@ class _ExpertProduct(torch.autograd.Function):
     def forward(ctx, x, W, bias, routing, stack, microbatch):
         ctx.save_for_backward(x, W)
         ctx.routing, ctx.stack, ctx.microbatch = routing, stack, microbatch
-        y = routing.product(x, W.transpose(1, 2))
+        # What is to be cast has been
+        with torch.autocast(x.device.type, enabled=False):
+            y = routing.product(x, W.transpose(1, 2))
         return y if bias is None else y + bias[routing.row_experts]
 
     @staticmethod
