@@ -46,7 +46,8 @@ class Microbatch:
         in_graph (`list[torch.Tensor]`): a trained parameter of each layer in the graph.
         of_terms ([`Microbatch`], *optional*): the same microbatch for terms that carry no advantage: no sequence is
             rescaled there.
-        in_term (`bool`): whether the backward under way is that of such a term; then layers work for `of_terms`.
+        in_term (`bool`): whether the backward under way is that of such a term; then layers work for `of_terms`, whose
+            own backward is always one.
     """
 
     shape: tuple[int, int]
@@ -175,6 +176,7 @@ class Microbatch:
             ones = torch.ones_like(self.advantages)
             rule = unscaled.rule
             self.of_terms = Microbatch(self.shape, self.sequences, None, ones, rule, unscaled, scored=self.scored)
+            self.of_terms.in_term = True
         self.in_term = self.ledger.beside_terms = True
         try:
             # Asked for as the gradient of parameters, so that it is returned (as None) instead of accumulated

@@ -160,7 +160,9 @@ class ExpertsForward(Layer):
             adapter = adapters[name]
             h = rows
             for side, factor in factors(adapter.wrapper, adapter.name, module.is_transposed).items():
-                h = _ExpertProduct.apply(*_cast(module, h, factor, None), routing, getattr(adapter, side), microbatch)
+                # PEFT adds them to the matrices in the type of these, whatever their own
+                operands = _cast(module, h, factor.to(W.dtype), None)
+                h = _ExpertProduct.apply(*operands, routing, getattr(adapter, side), microbatch)
             return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
         return experts_output(module, x, routing, weights, product)
@@ -251,7 +253,10 @@ class _ExpertProduct(torch.autograd.Function):
     def forward(ctx, x, W, bias, routing, stack, microbatch):
         ctx.save_for_backward(x, W)
         ctx.routing, ctx.stack, ctx.microbatch = routing, stack, microbatch
-        y = routing.product(x, W.transpose(1, 2))
+        ctx.rows_of_terms = None
+        # What is to be cast has been
+        with torch.autocast(x.device.type, enabled=False):
+            y = routing.product(x, W.transpose(1, 2))
         return y if bias is None else y + bias[routing.row_experts]
 
     @staticmethod
@@ -263,21 +268,20 @@ class _ExpertProduct(torch.autograd.Function):
         grad_x = ctx.routing.product(g, W) if needs_x else None
         gradients: tuple = (None, None)
         if ctx.stack is not None:
-            gradients = _gradients(g, a, needs_weight, needs_bias, ctx.routing, ctx.stack, ctx.microbatch, W.dtype)
+            gradients = _gradients(ctx, g, a, needs_weight, needs_bias, W.dtype)
         return grad_x, *gradients, None, None, None
 
 
 def _gradients(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    weight: bool,
-    bias: bool,
-    routing: Routing,
-    stack: ExpertStack,
-    microbatch: Microbatch,
-    dtype: torch.dtype,
+    ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`."""
+    """
+    `sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`.
+
+    In the backward of a term that carries no advantage, rows that are smaller than these gradients are kept in their
+    place, and nothing is returned: the loss's own backward makes one product of the sum of both.
+    """
+    routing, stack, microbatch = ctx.routing, ctx.stack, ctx.microbatch
     # With only the biases trained, the input that is always 1 is all there is
     inputs = a if weight else a.new_zeros(len(a), 1)
     samples: Any = microbatch.samples
@@ -292,10 +296,16 @@ def _gradients(
         statistics = routed_statistics(g, inputs, bias, routing, samples, microbatch.rule.needs)
         c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
         scaled = functools.partial(routing.scaled, c=c)
-    if bias or g.shape[1] <= a.shape[1]:
+    of_terms, ctx.rows_of_terms = ctx.rows_of_terms, None
+    if bias or of_terms is not None or microbatch.in_term or g.shape[1] <= a.shape[1]:
         g = scaled(g)
     else:
         a = scaled(a)  # the same product, with fewer elements to scale
+    if of_terms is not None:
+        g += of_terms
+    if microbatch.in_term and weight and len(g) < routing.experts * a.shape[1]:
+        ctx.rows_of_terms = g
+        return None, None
     return routing.outer(g, a).to(dtype) if weight else None, routing.expert_sums(g).to(dtype) if bias else None
 
 

@@ -8,11 +8,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MixtralConfig
+from torch.utils.checkpoint import checkpoint
+from transformers import GptOssConfig, MixtralConfig
 from transformers.integrations.moe import use_experts_implementation
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from isopo_trl import ISOPO
+from isopo_trl.geometry.routing import Routing
 from tests import mixtures, oracle, tiny
 from tests.layers.harness import Holder
 
@@ -222,6 +225,50 @@ def test_a_term_without_an_advantage_reaches_experts_and_routers_as_it_is():
     expected = mixtures.expected_gradients(model, reference("gpt_oss"), batch, rows)
     own = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
     check(model, {name: gradient + own[name] for name, gradient in expected.items()})
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("experts", [4, 32])
+def test_rows_of_a_term_are_kept_where_they_are_smaller_than_gradients(experts, checkpointed, monkeypatch):
+    """Two terms and the loss then share one product per stack."""
+    m, T, k, d = 3, 5, 2, 6
+    config = GptOssConfig(hidden_size=d, intermediate_size=5, num_local_experts=experts)
+    config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(0)
+    model = Holder(GptOssExperts(config).double())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    x, loss, first, second = torch.randn(4, m * T, d, generator=generator, dtype=torch.float64)
+    choices = torch.rand(m * T, experts, generator=generator).topk(k).indices
+    weights = torch.rand(m * T, k, generator=generator, dtype=torch.float64)
+    x.requires_grad_()
+    products = []
+    outer = Routing.outer
+    monkeypatch.setattr(Routing, "outer", lambda *args: products.append(args) or outer(*args))
+
+    def run(*terms):
+        model.zero_grad()
+        isopo = ISOPO(model, fisher_samples=7)
+        with isopo.microbatch(torch.tensor([1.0, -0.5, 2.0]), attention_mask=torch.ones(m, T)):
+            arguments = (model, x, choices, weights)
+            y = checkpoint(*arguments, use_reentrant=False) if checkpointed else model(*arguments[1:])
+            for term in terms:
+                isopo.unscaled((y * term).sum())
+            y.backward(loss)
+        isopo.detach()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    alone = run()
+    assert len(products) == 2
+    found = run(first, second)
+    rows_are_smaller = m * T * k < experts * min(d, 5)
+    assert len(products) == (4 if rows_are_smaller else 8)
+    model.zero_grad()
+    model(x, choices, weights).backward(first + second)
+    for name, p in model.named_parameters():
+        expected = alone[name] + p.grad
+        assert (found[name] - expected).norm() < TOLERANCE * expected.norm(), name
 
 
 def test_only_some_stacks_or_biases_may_be_trained():
