@@ -21,7 +21,7 @@ SCOPE = {"fisher_scope": "step", "fisher_samples": 6}
 class Step:
     """Random rows and cotangents of three sequences of a linear layer, and what the definition makes of them."""
 
-    def __init__(self, number, advantages=None):
+    def __init__(self, number):
         generator = torch.Generator().manual_seed(number)
         self.number = number
         self.x = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
@@ -40,12 +40,14 @@ class Step:
         c = oracle.coefficients(V, samples, self.advantages, "fisher", **FORMULA)
         return ((c if scales is None else c * scales) @ V).view(2, D)
 
-    def run(self, model, isopo, scales=(1.0,) * B):
+    def run(self, model, isopo, scales=(1.0,) * B, start=0, closed=True):
+        """Sequences one by one from `start` on, whose losses carry the constants `scales`."""
         model.zero_grad()
-        for s, scale in enumerate(scales):
+        for s, scale in enumerate(scales, start):
             with isopo.microbatch(self.advantages[s : s + 1], attention_mask=self.mask[s : s + 1], loss_scale=scale):
                 model(self.x[s : s + 1]).backward(scale * self.g[s : s + 1])
-        isopo.step()
+        if closed:
+            isopo.step()
 
 
 def linear():
@@ -173,16 +175,18 @@ def test_a_step_that_is_not_finite_leaves_no_rows():
 
 
 def test_a_microbatch_that_was_broken_off_leaves_no_rows():
-    model, isopo = attached(fisher_samples=100)
-    first, second = Step(0), Step(1)
-    other = Step(7)
+    """Nor do those of the step before it, some of whose slots it may have taken."""
+    model, isopo = attached()
+    first, other, second = Step(0), Step(7), Step(1)
+    first.run(model, isopo, (1.0,), closed=False)
     with pytest.raises(KeyError):
         with isopo.microbatch(other.advantages, attention_mask=other.mask):
             model(other.x).backward(other.g)
             raise KeyError
-    first.run(model, isopo)
+    first.run(model, isopo, (1.0, 1.0), start=1)
     second.run(model, isopo)
-    check(model, second.expected(first.G.flatten(0, 1)))
+    first.mask[0] = 0
+    check(model, second.expected(first.rows(6)))
 
 
 def test_a_microbatch_that_does_not_reach_a_layer_leaves_no_gradient_in_its_rows():
