@@ -7,6 +7,7 @@ positions these are is decided by priorities ([`~geometry.reservoir`]), once per
 then copies its rows. When the step is closed, ranks agree on the best of all of them and exchange their rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,13 +113,17 @@ class KeptRows:
         """Where the layer's rows are collected, like `rows` `[N, ...]`."""
         collected = self._collected.get(layer)
         if collected is None:
-            number = self.set_for(size).size
+            number = self._room(self.set_for(size).size)
             # Vectors are small: they are kept as they were summed
             types = {name: x.dtype if "a" in rows else accumulation_dtype(x.dtype) for name, x in rows.items()}
             collected = {name: x.new_zeros(number, *x.shape[1:], dtype=types[name]) for name, x in rows.items()}
             self._collected[layer], self._set_of[layer] = collected, size
         number = self.set_for(size).number
         return {name: buffer[:number] for name, buffer in collected.items()}
+
+    def _room(self, size: int) -> int:
+        """How many rows a step collects at most."""
+        return -(-size // self.steps) if self._held else size
 
     def rows_of(self, layer: int) -> SampleRows | None:
         """The rows from before this step, if there are any."""
@@ -167,6 +172,7 @@ class KeptRows:
             self.restart()
             return
         world, rank = (dist.get_world_size(), dist.get_rank()) if _is_distributed() else (1, 0)
+        first = not self._held
         self._allocate()
         orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for size, found in sorted(self._sets.items()):
@@ -196,6 +202,10 @@ class KeptRows:
             # Awaited when the next microbatch begins; meanwhile the optimizer steps
             self._exchange = [dist.all_reduce(flat, async_op=True) for flat in self._flat]
         self.closed_steps += 1
+        if first and self.steps > 1:  # from now on a part of the rows at a time
+            for rows in self._collected.values():
+                for name, buffer in rows.items():
+                    rows[name] = buffer.new_zeros(self._room(len(buffer)), *buffer.shape[1:])
         self._begin_step()
 
     def _allocate(self) -> None:
@@ -208,11 +218,12 @@ class KeptRows:
             for name, buffer in rows.items():
                 by_type.setdefault(buffer.dtype, []).append((layer, name, buffer))
         for entries in by_type.values():
-            sizes = [-(-buffer.numel() // _ALIGNMENT) * _ALIGNMENT for _, _, buffer in entries]
+            shapes = [(self.set_for(self._set_of[layer]).size, *buffer.shape[1:]) for layer, _, buffer in entries]
+            sizes = [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
             flat = entries[0][2].new_zeros(sum(sizes))
             self._flat.append(flat)
-            for (layer, name, buffer), view in zip(entries, flat.split(sizes), strict=True):
-                self._held.setdefault(layer, {})[name] = view[: buffer.numel()].view_as(buffer)
+            for (layer, name, _), shape, view in zip(entries, shapes, flat.split(sizes), strict=True):
+                self._held.setdefault(layer, {})[name] = view[: math.prod(shape)].view(shape)
                 if layer in before:
                     self._held[layer][name].copy_(before[layer][name])
 
@@ -228,7 +239,10 @@ class KeptRows:
         if self._loaded is not None:
             return self._loaded
         self._wait()
-        rows = {layer: {name: x.cpu() for name, x in held.items()} for layer, held in self._held.items()}
+        # Copies, since what is held is written over
+        rows = {
+            layer: {name: x.to("cpu", copy=True) for name, x in held.items()} for layer, held in self._held.items()
+        }
         return {
             "closed_steps": self.closed_steps,
             "samples": self.samples,
@@ -257,13 +271,14 @@ class KeptRows:
             return
         self._set_of = dict(state["sets"])
         self._collected = {
-            layer: {name: torch.zeros_like(x, device=device) for name, x in rows.items()}
+            layer: {name: torch.zeros_like(x[: -(-len(x) // self.steps)], device=device) for name, x in rows.items()}
             for layer, rows in state["rows"].items()
         }
         self._allocate()
         for layer, rows in state["rows"].items():
             for name, x in rows.items():
                 self._held[layer][name].copy_(x)
+        self._begin_step()
 
 
 @dataclass
@@ -332,9 +347,14 @@ class Draw:
         """Whether the layer is measured with rows from before, and its own are kept as they are."""
         return self.factor == 1 and self.kept.holds(layer)
 
-    def buffer_of(self, layer: int, like: torch.Tensor) -> torch.Tensor:
+    def vectors(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """Where the rows of an elementwise parameter are collected, `[n, d]`, for one like `[..., d]`."""
         return self.kept.slots_of(layer, 0, {"g": like.new_empty(0, like.shape[-1])})["g"]
+
+    def put_samples(self, layer: int, v: torch.Tensor, rows: int) -> None:
+        """Keep rows of an elementwise parameter, given at this microbatch's `samples`, `[n, d]`, of so many rows."""
+        source = reservoir.moved(self.source(), self.samples.slots(rows).long())
+        reservoir.put(self.vectors(layer, v), v, source, self.factor)
 
     def slots(self, rows: int) -> torch.Tensor:
         """Which slot each of so many rows gets, `[N]`, or `-1`."""

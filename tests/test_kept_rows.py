@@ -1,6 +1,5 @@
 """Rows that are kept over steps: their state, how far back they reach, and what must not get into them."""
 
-import copy
 import logging
 import warnings
 
@@ -22,7 +21,7 @@ SCOPE = {"fisher_scope": "step", "fisher_samples": 6}
 class Step:
     """Random rows and cotangents of three sequences of a linear layer, and what the definition makes of them."""
 
-    def __init__(self, number, advantages=None):
+    def __init__(self, number):
         generator = torch.Generator().manual_seed(number)
         self.number = number
         self.x = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
@@ -41,12 +40,14 @@ class Step:
         c = oracle.coefficients(V, samples, self.advantages, "fisher", **FORMULA)
         return ((c if scales is None else c * scales) @ V).view(2, D)
 
-    def run(self, model, isopo, scales=(1.0,) * B):
+    def run(self, model, isopo, scales=(1.0,) * B, start=0, closed=True):
+        """Sequences one by one from `start` on, whose losses carry the constants `scales`."""
         model.zero_grad()
-        for s, scale in enumerate(scales):
+        for s, scale in enumerate(scales, start):
             with isopo.microbatch(self.advantages[s : s + 1], attention_mask=self.mask[s : s + 1], loss_scale=scale):
                 model(self.x[s : s + 1]).backward(scale * self.g[s : s + 1])
-        isopo.step()
+        if closed:
+            isopo.step()
 
 
 def linear():
@@ -92,7 +93,7 @@ def test_a_resumed_run_goes_on_bit_for_bit():
     for step in steps:
         step.run(model, isopo, (0.5,) * B)
         if step.number == 2:
-            saved = copy.deepcopy(isopo.state_dict())
+            saved = isopo.state_dict()
     again, resumed = attached(fisher_steps=2, scale="relative", regularization=0.1)
     resumed.load_state_dict(saved)
     for found, expected in zip(flat(resumed.state_dict()), flat(saved), strict=True):
@@ -101,6 +102,15 @@ def test_a_resumed_run_goes_on_bit_for_bit():
         step.run(again, resumed, (0.5,) * B)
     assert torch.equal(again[0].weight.grad, model[0].weight.grad)
     assert torch.equal(resumed._running.mean, isopo._running.mean)
+
+
+def test_what_was_saved_is_not_written_over():
+    model, isopo = attached()
+    Step(0).run(model, isopo)
+    saved = isopo.state_dict()["rows"]["rows"][0]["g"]
+    before = saved.clone()
+    Step(1).run(model, isopo)
+    assert torch.equal(saved, before)
 
 
 def flat(state):
@@ -165,16 +175,18 @@ def test_a_step_that_is_not_finite_leaves_no_rows():
 
 
 def test_a_microbatch_that_was_broken_off_leaves_no_rows():
-    model, isopo = attached(fisher_samples=100)
-    first, second = Step(0), Step(1)
-    other = Step(7)
+    """Nor do those of the step before it, some of whose slots it may have taken."""
+    model, isopo = attached()
+    first, other, second = Step(0), Step(7), Step(1)
+    first.run(model, isopo, (1.0,), closed=False)
     with pytest.raises(KeyError):
         with isopo.microbatch(other.advantages, attention_mask=other.mask):
             model(other.x).backward(other.g)
             raise KeyError
-    first.run(model, isopo)
+    first.run(model, isopo, (1.0, 1.0), start=1)
     second.run(model, isopo)
-    check(model, second.expected(first.G.flatten(0, 1)))
+    first.mask[0] = 0
+    check(model, second.expected(first.rows(6)))
 
 
 def test_a_microbatch_that_does_not_reach_a_layer_leaves_no_gradient_in_its_rows():
@@ -216,6 +228,31 @@ def test_a_layer_whose_rows_have_no_gradient_gets_the_mean_multiplier():
     first.run(model, isopo)
     second.run(model, isopo)
     check(model, (second.advantages @ second.G.sum(1)).view(2, D))
+
+
+def test_a_term_without_an_advantage_is_added_as_it_is_and_leaves_no_rows():
+    model, isopo = attached()
+    steps = [Step(number) for number in range(3)]
+    steps[0].run(model, isopo)
+    model.zero_grad()
+    with isopo.microbatch(steps[1].advantages, attention_mask=steps[1].mask):
+        output = model(steps[1].x)
+        isopo.unscaled(output.square().sum())
+        output.backward(steps[1].g)
+    isopo.step()
+    of_term = 2 * torch.einsum("btp,btd->pd", model(steps[1].x).detach(), steps[1].x)
+    check(model, steps[1].expected(steps[0].rows(6)) + of_term)
+    steps[2].run(model, isopo)
+    check(model, steps[2].expected(steps[1].rows(6)))
+
+
+def test_a_step_collects_no_more_rows_than_it_replaces():
+    model, isopo = attached(fisher_steps=3)
+    sizes = []
+    for number in range(3):
+        Step(number).run(model, isopo)
+        sizes.append(len(isopo._kept._collected[0]["g"]))
+    assert sizes == [2, 2, 2] and len(isopo._kept._held[0]["g"]) == 6
 
 
 def test_nothing_is_drawn_from_the_global_stream():

@@ -202,8 +202,16 @@ def of(model, expected):
     return {p: expected[name] for name, p in model.named_parameters() if name in expected}
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("rule,lora", [("fisher", False), ("npg", True), ("fig4", False)])
+QUICK = [("fisher", False, "4 x 4"), ("fig4", False, "16 x 1"), ("fig4", False, "2 x 8"), ("npg", True, "ragged")]
+WIDE = [
+    pytest.param(rule, lora, cut, marks=[] if (rule, lora, cut) in QUICK else pytest.mark.slow)
+    for rule in RULES
+    for lora in (False, True)
+    for cut in CUTS
+]
+
+
+@pytest.mark.parametrize("rule,lora,cut", WIDE)
 def test_no_gradient_depends_on_how_the_step_is_cut(rule, lora, cut):
     model = build(lora)
     isopo = ISOPO(model, rule, fisher_samples=SAMPLES, fisher_scope="step", seed=42)
@@ -213,7 +221,7 @@ def test_no_gradient_depends_on_how_the_step_is_cut(rule, lora, cut):
         check(model, of(model, expected))
 
 
-@pytest.mark.parametrize("cut", ["4 x 4", "16 x 1"])
+@pytest.mark.parametrize("cut", ["4 x 4", pytest.param("16 x 1", marks=pytest.mark.slow)])
 def test_from_the_third_step_on_nothing_is_left_of_how_the_first_was_cut(cut):
     model = build()
     isopo = ISOPO(model, "fig4", fisher_samples=SAMPLES, fisher_scope="step", seed=42)
@@ -255,10 +263,10 @@ def trainer_step(trainer, batch, cut):
 @pytest.mark.parametrize(
     "rule,lora,cut,checkpointing",
     [
-        ("fisher", False, "4 x 4", None),
-        ("fig4", False, "16 x 1", None),
-        ("fig4", False, "2 x 8", False),
-        ("npg", True, "16 x 1", True),
+        ("fig4", False, "4 x 4", False),
+        ("npg", True, "2 x 8", True),
+        pytest.param("fisher", False, "4 x 4", None, marks=pytest.mark.slow),
+        pytest.param("fig4", False, "16 x 1", None, marks=pytest.mark.slow),
         pytest.param("npg", False, "4 x 4", True, marks=pytest.mark.slow),
         pytest.param("fisher", True, "2 x 8", False, marks=pytest.mark.slow),
     ],

@@ -73,6 +73,7 @@ def _put_plan(
 def put(buffers: dict[str, torch.Tensor], rows: dict[str, torch.Tensor], source: torch.Tensor) -> None:
     """What [`~geometry.reservoir.put`] does, for each of `rows` and without a factor."""
     names = list(rows)
+    assert all(len(buffer) == len(source) for buffer in buffers.values())
     first, last = names[0], names[-1]
     x, y = rows[first], rows[last]
     widths = (x.shape[1], 0 if len(names) == 1 else y.shape[1])

@@ -36,9 +36,6 @@ class RMSNormLayer(ElementwiseLayer):
     def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
         if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
             return False
-        # In the first step, samples of the microbatch and rows for the next are not the same
-        if microbatch.draw is not None and not microbatch.draw.is_plain(self.index):
-            return False
         axes = self.axes(x, microbatch)
         in_place = axes == (0, 1) or (x.dim() == 3 and axes == (1,))  # [B, T, d], [1, B T, d], [B, T, H, d]
         return in_place and takes(module.weight)
@@ -61,14 +58,16 @@ class _RMSNorm(torch.autograd.Function):
         sequences, draw = microbatch.sequences, microbatch.draw
         samples: Any = microbatch.samples
         into = None
-        if draw is not None:
-            into = draw.buffer_of(layer.index, x), draw.slots(sequences.rows)
-            samples = draw.kept.rows_of(layer.index)
+        if draw is not None and draw.is_plain(layer.index):
+            into = draw.vectors(layer.index, x), draw.slots(sequences.rows)
         if x.dim() == 3:  # positions may come in one row
             grad = grad.reshape(*microbatch.shape, -1)
         dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, layer._flavour, sequences, samples, into)
         if draw is not None:
-            of_samples = samples.g
+            if into is None:
+                draw.put_samples(layer.index, of_samples, sequences.rows)
+            samples = draw.kept.rows_of(layer.index) or samples
+            of_samples = of_samples if samples is microbatch.samples else samples.g
         ledger = microbatch.kernel_ledger(layer.index)
         total = elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums)
         return dx, total, None, None

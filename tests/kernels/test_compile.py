@@ -223,11 +223,10 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     linear.overlap_coefficients(g, a, True, sequences, samples, ledger, 0)
-    elementwise.elementwise_gradient(g, sequences, SampleRows(tensor(n, p)), ledger, 0, dtype)
     source = tensor(n, dtype=torch.int64)
     kept_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
     kept_rows.put({"g": tensor(n, p)}, {"g": g}, source)
-    assert set(compiled) == {"_overlap_kernel", "_elementwise_kernel", "_put_kernel"}
+    assert set(compiled) == {"_overlap_kernel", "_put_kernel"}
 
 
 def test_every_kernel_is_tried_here():

@@ -52,7 +52,16 @@ def run(layer, x, cotangent, rule, cut, samples, packed=False, steps=2):
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("cut,packed", [([3], False), ([1, 2], False), ([1, 1, 1], False), ([3], True)], ids=str)
+@pytest.mark.parametrize(
+    "cut,packed",
+    [
+        pytest.param([3], False, marks=pytest.mark.slow),
+        ([1, 2], False),
+        pytest.param([1, 1, 1], False, marks=pytest.mark.slow),
+        ([3], True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", ["fisher", "fig4"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradient_is_the_definition_with_the_rows_of_the_step_before(name, rule, cut, packed):
@@ -94,7 +103,7 @@ def mixture(family, lora):
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("cut", [[6], [1] * 6, [2, 4]], ids=str)
+@pytest.mark.parametrize("cut", [pytest.param([6], marks=pytest.mark.slow), [2, 1, 3]], ids=str)
 @pytest.mark.parametrize(
     "family,lora,rule", [("mixtral", False, "fisher"), ("mixtral", True, "fisher"), ("qwen3_moe", False, "fig4")]
 )
