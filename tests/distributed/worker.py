@@ -217,7 +217,8 @@ def run(output, mode, rule, weights):
         model, isopo, result = train(output, rule, weights, stage)
     else:
         model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2")
-    return {**result, "weights": full_weights(model), "mean": isopo.state_dict()["running"]["mean"]}
+    running = isopo.state_dict()["running"]
+    return {**result, "weights": full_weights(model), "mean": running["mean"], "moments": running["moments"]}
 
 
 def main(output, *runs):
