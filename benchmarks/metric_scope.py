@@ -12,8 +12,10 @@ the rows of all positions, `a_t` and `g_t`, whose products are those of the posi
 
 - `F_s` in the metric of all positions of the whole step, the reference. Beside it, `F_s` in that of the sequence's own
   microbatch, of 1, 2, 4, 8, 32 sequences (64 positions drawn as the package draws them, or all of them), and in that
-  of 64 or 256 positions drawn from the other step. The figures are Spearman's rank correlation over the sequences, and
-  the spread of `log(F_s / reference)`, which is what a rule under `scale="relative"` notices.
+  of 64, 256 or 1024 positions drawn from the other step. The figures are Spearman's rank correlation over the
+  sequences, and the spread of `log(F_s / reference)`, which is what a rule under `scale="relative"` notices. Both are
+  also given against a second reference, the metric of all positions of the step's *other* sequences: what the policy
+  does elsewhere, without the sequence's overlap with itself.
 - `c = c0 (K + c0 I)^-1 A` of the whole step, the reference, with `c0` the mean eigenvalue of `K`, and advantages of
   random rewards, 0 or 1, normalised by group. Beside it, that of microbatches as large as a group (shuffled, or the
   groups); of a sweep over them in which each knows the gradient that has accumulated before it, a step of block
@@ -47,7 +49,7 @@ from isopo_trl.gsm8k import as_prompts, load_gsm8k  # noqa: E402
 DEFAULT, FIGURE = HERE / "metric_scope", HERE.parent / "docs" / "metric_scope.png"
 SIZES = (1, 2, 4, 8, 32)  # sequences of a microbatch
 SAMPLES = 64  # positions of a microbatch
-KEPT = (64, 256)  # positions of another step
+KEPT = (64, 256, 1024)  # positions of another step
 RANKS = (64, 256, 1024)  # of the projections
 DRAWS = 5  # of everything that is random
 AT_ONCE = 8  # sequences of a forward pass, and so many hundred rows of products
@@ -186,15 +188,19 @@ def rank_correlation(x: torch.Tensor, y: torch.Tensor) -> float:
     return torch.corrcoef(ranks)[0, 1].item()
 
 
-def compared(values: list[torch.Tensor], reference: torch.Tensor) -> dict[str, float]:
-    """Means over draws; an `F_s` that is not known (no sample has a gradient) is taken for the mean of the others."""
-    rank, spread = [], []
-    for value in values:
-        value = torch.where(value > 0, value, value.sum() / (value > 0).sum().clamp(min=1))
-        alive = reference > 0
-        rank.append(rank_correlation(value[alive], reference[alive]))
-        spread.append((value[alive] / reference[alive]).log().std().item())
-    return {"rank": sum(rank) / len(rank), "spread": sum(spread) / len(spread)}
+def compared(values: list[torch.Tensor], reference: torch.Tensor, elsewhere: torch.Tensor) -> dict[str, float]:
+    """
+    Means over draws, against both references `[m]`; an `F_s` that is not known (no sample has a gradient) is taken for
+    the mean of the others.
+    """
+    known = [torch.where(x > 0, x, x.sum() / (x > 0).sum().clamp(min=1)) for x in values]
+    result = {}
+    for name, expected in (("", reference), ("_elsewhere", elsewhere)):
+        alive = expected > 0
+        ranks = [rank_correlation(x[alive], expected[alive]) for x in known]
+        spreads = [(x[alive] / expected[alive]).log().std().item() for x in known]
+        result |= {f"rank{name}": sum(ranks) / len(ranks), f"spread{name}": sum(spreads) / len(spreads)}
+    return result
 
 
 class Step:
@@ -242,30 +248,33 @@ def scopes(step: Step, rows: Rows, previous: Rows, positions: int) -> tuple[dict
     sequence = step.sequence[rows.place]
     overlap, square = overlaps(rows, rows, sequence, step.m), rows.square()
     K = torch.zeros(step.m, step.m, dtype=overlap.dtype, device=overlap.device).index_add_(0, sequence, overlap)
+    own = nn.functional.one_hot(sequence, step.m).to(overlap.dtype)
     reference = fisher(overlap, square)
+    apart = square.sum() - square @ own
+    elsewhere = ((overlap.square() * (1 - own)).sum(0) / apart.clamp(min=SMALLEST)).sqrt()
 
     def of_microbatches(microbatch: torch.Tensor, count: int | None) -> torch.Tensor:
         taken = torch.ones_like(sequence, dtype=torch.bool)
         if count is not None:
             taken = step.drawn(microbatch, count)[rows.place]
-        own = (taken.unsqueeze(1) & (microbatch[sequence].unsqueeze(1) == microbatch)).to(overlap.dtype)
-        return ((overlap.square() * own).sum(0) / (square @ own).clamp(min=SMALLEST)).sqrt()
+        inside = (taken.unsqueeze(1) & (microbatch[sequence].unsqueeze(1) == microbatch)).to(overlap.dtype)
+        return ((overlap.square() * inside).sum(0) / (square @ inside).clamp(min=SMALLEST)).sqrt()
 
     sizes = [size for size in SIZES if size <= step.m]
     found: dict[str, Any] = {"sampled": {}, "all": {}, "kept": {}}
     for size in sizes:
         cuts = [step.cut(size, shuffled=size > 1) for _ in range(DRAWS)]
-        found["sampled"][str(size)] = compared([of_microbatches(cut, SAMPLES) for cut in cuts], reference)
-        found["all"][str(size)] = compared([of_microbatches(cut, None) for cut in cuts], reference)
+        found["sampled"][str(size)] = compared([of_microbatches(cut, SAMPLES) for cut in cuts], reference, elsewhere)
+        found["all"][str(size)] = compared([of_microbatches(cut, None) for cut in cuts], reference, elsewhere)
     whole = torch.zeros(step.m, dtype=torch.long, device=sequence.device)
-    found["sampled"]["step"] = compared([of_microbatches(whole, SAMPLES) for _ in range(DRAWS)], reference)
+    found["sampled"]["step"] = compared([of_microbatches(whole, SAMPLES) for _ in range(DRAWS)], reference, elsewhere)
     for count in KEPT:
         draws = []
         for _ in range(DRAWS):
             places = torch.randperm(positions, generator=step.generator)[:count].to(previous.place.device)
             kept = previous.part(torch.isin(previous.place, places).nonzero().squeeze(1))
             draws.append(fisher(overlaps(kept, rows, sequence, step.m), kept.square()))
-        found["kept"][str(count)] = compared(draws, reference)
+        found["kept"][str(count)] = compared(draws, reference, elsewhere)
     return found, K
 
 
@@ -363,7 +372,8 @@ def measure(model: nn.Module, batch: Batch, previous: Batch, names: list[str], g
         far = solutions(step, rows[name], K)
         table.append({"layer": name, "kind": kind(name), **found, "solutions": far, "cosine": cosines(K, group)})
         shown = " ".join(f"{size}: {entry['rank']:.2f}" for size, entry in found["sampled"].items())
-        kept = found["kept"][str(KEPT[0])]["rank"]
+        shown += f"; elsewhere: {found['all']['1']['rank_elsewhere']:.2f}"
+        kept = found["kept"][str(KEPT[0])]["rank_elsewhere"]
         apart = " ".join(f"{way} {far[way]['step']:.2f}" for way in ("shuffled", "groups", "groups, swept"))
         print(f"{name}: {shown} kept: {kept:.2f}; {apart}", flush=True)
         del rows[name], others[name]
@@ -389,20 +399,29 @@ def summary(result: dict[str, Any]) -> str:
     """Medians over layers in Markdown: rank correlations by kind, and errors of the interacting solution."""
     layers = result["layers"]
     kinds = [name for name in KINDS if any(layer["kind"] == name for layer in layers)]
-    lines = ["| metric of | all layers | " + " | ".join(kinds) + " |", "|---|" + "---|" * (len(kinds) + 1)]
     metrics = [
         ("sampled", size, f"the microbatch, {size} sequences, {SAMPLES} positions") for size in sizes_of(layers)
     ]
     metrics += [("all", size, f"the microbatch, {size} sequences, all positions") for size in sizes_of(layers)]
     metrics += [("sampled", "step", f"the step, {SAMPLES} positions")]
-    metrics += [("kept", str(count), f"the other step, {count} positions") for count in KEPT]
-    for scope, size, words in metrics:
-        cells = [f"{middle(layers, scope, size, 'rank', only=only):.2f}" for only in (None, *kinds)]
-        lines.append(f"| {words} | " + " | ".join(cells) + " |")
-    lines += ["", "| coefficients of | error of $`c`$ | error of the step |", "|---|---|---|"]
+    metrics += [("kept", count, f"the other step, {count} positions") for count in layers[0]["kept"]]
+    lines = []
+    for figure, words in (("rank", "all positions of the step"), ("rank_elsewhere", "those of other sequences")):
+        lines += [f"| metric of; rank correlation with {words} | all layers | " + " | ".join(kinds) + " |"]
+        lines += ["|---|" + "---|" * (len(kinds) + 1)]
+        for scope, size, metric in metrics:
+            cells = [f"{middle(layers, scope, size, figure, only=only):.2f}" for only in (None, *kinds)]
+            lines.append(f"| {metric} | " + " | ".join(cells) + " |")
+        lines.append("")
+    lines += ["| coefficients of | error of $`c`$ | error of the step |", "|---|---|---|"]
     for way in layers[0]["solutions"]:
         errors = [100 * middle(layers, "solutions", way, of) for of in ("c", "step")]
         lines.append(f"| {way} | {errors[0]:.0f} % | {errors[1]:.0f} % |")
+    cosine = [middle(layers, "cosine", of) for of in ("prompt", "others")]
+    lines += [
+        "",
+        f"Median cosine between sequences of one prompt {cosine[0]:.3f}, of different prompts {cosine[1]:.3f}.",
+    ]
     return "\n".join(lines)
 
 
@@ -411,43 +430,46 @@ def sizes_of(layers: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:
-    """A row of panels per model: rank correlations by size of the microbatch, errors of the interacting solution."""
+    """A row of panels per model: rank correlations with both references, and errors of the interacting solution."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.9 * len(results)), layout="constrained")
-    grid = figure.subplots(len(results), 2, squeeze=False, width_ratios=(1.15, 1))
-    for (left, right), result in zip(grid, results, strict=True):
+    figure = Figure(figsize=(15, 3.9 * len(results)), layout="constrained")
+    grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1, 1, 1.05))
+    titles = {"rank": "all positions of the step", "rank_elsewhere": "all positions of its other sequences"}
+    for panels, result in zip(grid, results, strict=True):
         layers = result["layers"]
         sizes = sizes_of(layers)
         x = [int(size) for size in sizes]
-        for scope, label, color in (
-            ("sampled", f"microbatch, {SAMPLES} positions", "#0072b2"),
-            ("all", "microbatch, all positions", "#009e73"),
-        ):
-            values = [sorted(layer[scope][size]["rank"] for layer in layers) for size in sizes]
-            left.plot(x, [median(entries) for entries in values], "o-", color=color, label=label, markersize=4)
-            quarter = len(values[0]) // 4
-            low, high = [v[quarter] for v in values], [v[-1 - quarter] for v in values]
-            left.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-        for count, style in zip(KEPT, ("-", "--"), strict=True):
-            label = f"the step before, {count} positions"
-            left.axhline(middle(layers, "kept", str(count), "rank"), color="#d55e00", linestyle=style, label=label)
-        left.set_xscale("log", base=2)
-        left.set_xticks(x, sizes)
-        left.set_xlabel("sequences per microbatch")
-        left.set_ylabel("rank correlation of $F_s$ with the whole step's")
-        left.set_title(f"{result['model']}: median over {len(layers)} layers, and quartiles", fontsize=10)
-        left.legend(fontsize=8, frameon=False)
+        for axis, (rank, title) in zip(panels, titles.items(), strict=False):
+            for scope, label, color in (
+                ("sampled", f"microbatch, {SAMPLES} positions", "#0072b2"),
+                ("all", "microbatch, all positions", "#009e73"),
+            ):
+                values = [sorted(layer[scope][size][rank] for layer in layers) for size in sizes]
+                axis.plot(x, [median(entries) for entries in values], "o-", color=color, label=label, markersize=4)
+                quarter = len(values[0]) // 4
+                low, high = [v[quarter] for v in values], [v[-1 - quarter] for v in values]
+                axis.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+            for count, style in zip(layers[0]["kept"], ("-", "--", ":"), strict=False):
+                label = f"another step, {count} positions"
+                axis.axhline(middle(layers, "kept", count, rank), color="#d55e00", linestyle=style, label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(x, sizes)
+            axis.set_ylim(0, 1.02)
+            axis.set_xlabel("sequences per microbatch")
+            axis.set_title(f"{result['model']}: rank correlation of $F_s$\nwith that of {title}", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+        panels[0].set_ylabel(f"median over {len(layers)} layers, and quartiles")
+        panels[0].legend(fontsize=8, frameon=False)
         ways = list(layers[0]["solutions"])
         errors = [[100 * layer["solutions"][way]["step"] for layer in layers] for way in ways]
-        right.boxplot(errors, orientation="horizontal", showfliers=False, medianprops={"color": "#d55e00"})
-        right.set_yticks(range(1, len(ways) + 1), ways, fontsize=8)
-        right.invert_yaxis()
-        right.set_xlim(0, 105)
-        right.set_xlabel("interacting: distance from the whole step's gradient, %, over layers")
-        for axis in (left, right):
-            axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=130, metadata={"Software": None})
+        panels[2].boxplot(errors, orientation="horizontal", showfliers=False, medianprops={"color": "#d55e00"})
+        panels[2].set_yticks(range(1, len(ways) + 1), ways, fontsize=8)
+        panels[2].invert_yaxis()
+        panels[2].set_xlim(0, 105)
+        panels[2].set_title("interacting: distance from the whole step's\ngradient, %, over layers", fontsize=10)
+        panels[2].spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
 
 
 # Command line

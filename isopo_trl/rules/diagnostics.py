@@ -86,7 +86,7 @@ class Diagnostics:
         shares = ratio(lengths, lengths.sum())
         figures = {f"share_{part}": share for part, share in zip(self._parts, shares.unbind(), strict=True)}
         if self.has_norms and grad_norm is not None and self._only_of_loss:
-            figures["noise_scale"] = self._noise_scale((ranks * grad_norm.detach().to(sums)).square(), squares, m)
+            figures["noise_scale"] = self._noise_scale(grad_norm.detach().to(sums).square(), squares / ranks**2, m)
         if self._rule.needs.ntk:
             # 0 / 0 is NaN
             figures |= {"cosine_same_prompt": own / own_pairs, "cosine_other_prompts": others / other_pairs}

@@ -65,6 +65,10 @@ def test_kernel_and_norms_are_those_of_explicit_gradients(metric_scope, model, m
         alone = [metric_scope.fisher(overlap[sequence == s][:, s], own.square()[sequence == s]) for s in range(4)]
         spread = (torch.stack(alone) / expected).log().std().item()
         assert found["all"]["1"]["spread"] == pytest.approx(spread)
+        # And against the metric of the others'
+        others = [metric_scope.fisher(overlap[sequence != s][:, s], own.square()[sequence != s]) for s in range(4)]
+        spread = (torch.stack(alone) / torch.stack(others)).log().std().item()
+        assert found["all"]["1"]["spread_elsewhere"] == pytest.approx(spread)
         # Projections keep inner products on average: that of many is near
         generator = torch.Generator().manual_seed(0)
         projected = torch.zeros(4, 20_000, dtype=v.dtype)

@@ -77,6 +77,9 @@ def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path)
     for left, right in zip(one["logs"], two[0]["logs"], strict=True):
         for name in [name for name in left if name.startswith("isopo/")] + ["grad_norm"]:
             assert left[name] == pytest.approx(right[name], rel=1e-4), name
+    # What the noise scale is made of
+    assert one["moments"].tolist() == pytest.approx(two[0]["moments"].tolist(), rel=1e-3)
+    assert one["moments"].any() == (rule == "interacting")
 
 
 @pytest.mark.parametrize(

@@ -319,8 +319,9 @@ def run(output, mode, rule, weights):
     else:
         model, isopo, result = loop(output, rule, weights, shard=mode == "fsdp2", **settings)
     state = isopo.state_dict()
+    running = {name: state["running"][name] for name in ("mean", "moments")}
     rows = [] if state["rows"] is None else [x for of in state["rows"]["rows"].values() for x in of.values()]
-    return {**result, "weights": full_weights(model), "mean": state["running"]["mean"], "rows": rows}
+    return {**result, "weights": full_weights(model), **running, "rows": rows}
 
 
 def main(output, *runs):

@@ -125,7 +125,7 @@ def test_noise_and_signal_are_estimated_without_bias_and_averaged_before_they_ar
         norm = X.sum(0).norm()
         sums = step_of(diagnostics, books)
         figures = diagnostics.figures(sums, norm, ranks=2)
-        S, U = 4 * X.square().sum(), (2 * X.sum(0)).square().sum()
+        S, U = X.square().sum(), X.sum(0).square().sum()
         now = torch.stack([(6 * S - U) / 30, (U - S) / 30])
         estimates.append(now)
         moments = now if moments is None else decay * moments + (1 - decay) * now
@@ -134,7 +134,7 @@ def test_noise_and_signal_are_estimated_without_bias_and_averaged_before_they_ar
             assert figures["noise_scale"].item() == pytest.approx((moments[0] / moments[1]).item())
         else:
             assert math.isnan(figures["noise_scale"])
-    trace, signal = torch.stack(estimates).mean(0) / 4
+    trace, signal = torch.stack(estimates).mean(0)
     assert trace == pytest.approx(spread.square().sum().item(), rel=0.1)
     assert signal == pytest.approx(mean.square().sum().item(), rel=0.1)
 
