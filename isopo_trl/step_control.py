@@ -60,7 +60,13 @@ class StepControl(TrainerCallback):
         groups = self._groups()
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        first = max(groups, key=lambda group: float(group["initial_lr"]))
+        first = max(groups, key=lambda group: float(group["initial_lr"] or 0))
+        if not first["initial_lr"] or any(group["lr"] is None for group in groups):
+            raise ValueError(
+                f"target_kl={self.size.target} needs a learning rate that it can multiply, but "
+                f"{type(self._optimizer()).__name__} has none, or chooses its own: give it one, or leave target_kl "
+                "out."
+            )
         self._schedule = float(first["lr"]) / float(first["initial_lr"])
         self._rates = [group["lr"] for group in groups]
         self._first = float(first["initial_lr"]) * math.sqrt(self._schedule)
