@@ -44,7 +44,8 @@ class StepControl(TrainerCallback):
         self._offload = args.target_kl_offload
         self._kept: KeptWeights | AdamWSteps | None = None
         self._rates: list[Any] = []  # the optimizer's learning rates as the schedule has them
-        self._schedule = self._first = 1.0
+        self._schedule = 1.0  # what it multiplies the largest of them by
+        self._applied = 0.0  # what that one was for the step
 
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
@@ -60,14 +61,20 @@ class StepControl(TrainerCallback):
         groups = self._groups()
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
-        first = max(groups, key=lambda group: float(group["initial_lr"]))
+        first = max(groups, key=lambda group: float(group["initial_lr"] or 0))
+        if not first["initial_lr"] or any(group["lr"] is None for group in groups):
+            raise ValueError(
+                f"target_kl={self.size.target} needs a learning rate that it can multiply, but "
+                f"{type(self._optimizer()).__name__} has none, or chooses its own: give it one, or leave target_kl "
+                "out."
+            )
         self._schedule = float(first["lr"]) / float(first["initial_lr"])
         self._rates = [group["lr"] for group in groups]
-        self._first = float(first["initial_lr"]) * math.sqrt(self._schedule)
         # The schedule multiplies the target, and so the rate by its root
         factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
         for group, rate in zip(groups, self._rates, strict=True):
             group["lr"] = rate * factor
+        self._applied = float(first["lr"])
         if self._kept is None:
             self._kept = kept_weights(self._optimizer(), self._offload)
         self._kept.keep()
@@ -90,7 +97,7 @@ class StepControl(TrainerCallback):
     def _control(self, size: StepSize) -> float:
         """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
         assert self._kept is not None
-        target, rate = size.target * self._schedule, size.rate
+        target = size.target * self._schedule
         measurement, kept = self.kl.measure(), 1.0
         if measurement.kl == 0:
             if self._has_gradient():
@@ -104,7 +111,7 @@ class StepControl(TrainerCallback):
                 size.taken_back(tried)
         else:
             size.measured(measurement, 1.0, self._schedule)
-        figures = {"kept": kept, "learning_rate": kept * rate * self._first}
+        figures = {"kept": kept, "learning_rate": kept * self._applied}
         self._log(measurement if kept else Measurement(0.0, 0.0), figures)
         if size.lost >= PATIENCE:
             raise FloatingPointError(

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainerCallback
+from transformers import Adafactor, TrainerCallback
+from transformers.optimization import AdafactorSchedule
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
 from isopo_trl.step_control import PATIENCE, REFUSED
@@ -189,6 +190,14 @@ def test_every_rule_and_weighting_has_steps_of_that_length(settings, tmp_path):
 @pytest.mark.parametrize("lora", [False, True])
 def test_every_combination_has_steps_of_that_length(rule, weights, loss_type, lora, tmp_path):
     run(tmp_path, rule=rule, token_weights=weights, loss_type=loss_type, lora=lora, num_iterations=2)
+
+
+def test_an_optimizer_that_chooses_its_own_rate_is_refused(tmp_path):
+    model = tiny.model("qwen3")
+    optimizer = Adafactor(model.parameters(), relative_step=True)
+    options = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
+    with pytest.raises(ValueError, match="Adafactor has none, or chooses its own"):
+        training.build(tmp_path, model, options=options, **SETTINGS).train()
 
 
 class UnderDeepSpeed(ISOPOTrainer):

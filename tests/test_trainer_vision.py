@@ -6,7 +6,7 @@ from peft import LoraConfig
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from trl import GRPOTrainer
 
-from isopo_trl import ISOPOTrainer
+from isopo_trl import ISOPOTrainer, trl_seam
 from tests import oracle, tiny, training
 
 
@@ -67,6 +67,18 @@ def test_language_model_trains_on_images(rule, tmp_path):
 def test_adapters_of_the_language_model_train_on_images(tmp_path):
     options = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
     training.train(training.build(tmp_path, vision_model(), WithImages, options=options, max_steps=3))
+
+
+def test_steps_are_measured_by_sequences_that_take_their_images_along(tmp_path):
+    settings = {"target_kl": 1e-3, "step_kl_share": 0.5, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+    trainer = training.build(tmp_path, vision_model(), WithImages, **settings)
+    lines = training.train(trainer)
+    assert all(0 < line["step/kl"] < 2e-3 for line in lines) and lines[0]["step/kept"] < 1
+    batch = trl_seam.Batch(image_batch(4))
+    batch["pixel_values"][16:32] *= 3
+    with torch.no_grad():
+        whole, some = (trl_seam.batch_logps(trainer, each) for each in (batch, batch.rows([1, 3])))
+    torch.testing.assert_close(some, whole[[1, 3]])
 
 
 def test_language_model_trains_on_text_alone(tmp_path):
