@@ -160,7 +160,10 @@ class ExpertsForward(Layer):
             adapter = adapters[name]
             h = rows
             for side, factor in factors(adapter.wrapper, adapter.name, module.is_transposed).items():
-                h = _ExpertProduct.apply(*_cast(module, h, factor, None), routing, getattr(adapter, side), microbatch)
+                # PEFT multiplies them with one another, as autocast says, whatever becomes of the product
+                h, factor = autocast(h, factor)
+                stack = getattr(adapter, side)
+                h = _ExpertProduct.apply(h.to(factor.dtype), factor, None, routing, stack, microbatch)
             return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
         return experts_output(module, x, routing, weights, product)
@@ -251,7 +254,8 @@ class _ExpertProduct(torch.autograd.Function):
     def forward(ctx, x, W, bias, routing, stack, microbatch):
         ctx.save_for_backward(x, W)
         ctx.routing, ctx.stack, ctx.microbatch = routing, stack, microbatch
-        y = routing.product(x, W.transpose(1, 2))
+        with torch.autocast(x.device.type, enabled=False):  # what it casts has been cast
+            y = routing.product(x, W.transpose(1, 2))
         return y if bias is None else y + bias[routing.row_experts]
 
     @staticmethod

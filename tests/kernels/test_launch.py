@@ -4,7 +4,8 @@ import itertools
 
 import torch
 
-from isopo_trl.kernels import elementwise, linear, rms_norm, v
+from isopo_trl.geometry.routing import Routing
+from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
 from isopo_trl.kernels.launch import Plan, launch
 from isopo_trl.rules import make_rule
 from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
@@ -62,7 +63,7 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
         key = (kernel, plan.constants, tuple(x.dtype for x in tensors), tuple(plan.options.items()), plan.grid)
         assert seen.setdefault(id(plan), (plan, key))[1] == key
 
-    for module in (linear, v, elementwise, rms_norm):
+    for module in (linear, v, elementwise, rms_norm, experts):
         monkeypatch.setattr(module, "launch", noted)
     types = [torch.float32, torch.float16, torch.bfloat16]
     for rule, m, T, d in itertools.product(
@@ -85,6 +86,11 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
                 v.VSums(rule).add(V)
             v.combined(V, ledger, 0, out)
             linear.scaled(a, given.sequences, ledger, 0)
+            choices = torch.arange(m * T, device=DEVICE).unsqueeze(1) % 2
+            routing = Routing.of(choices, 2, given.sequences)
+            for bias in (True, False):
+                experts.expert_coefficients(g, a, bias, routing, samples, ledger, 0)
+            experts.scaled(a, routing, ledger, 0)
             elementwise.elementwise_gradient(g, given.sequences, samples, ledger, 0, out)
             x, weight = g.view(m, T, d), torch.ones(d, device=DEVICE, dtype=out)
             for flavour in (rms_norm.Flavour(1e-6, 0.0, True), rms_norm.Flavour(1e-6, 1.0, False)):
