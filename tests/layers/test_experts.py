@@ -372,6 +372,42 @@ def test_bfloat16_is_the_definition_to_its_rounding():
         assert (rounded - exact).norm() < 0.03 * exact.norm()
 
 
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("lora", [False, True], ids=["float32 weights", "float32 factors on bfloat16 weights"])
+def test_autocast_to_bfloat16_is_the_definition_to_its_rounding(lora, implementation):
+    float32, results = torch.get_default_dtype(), []
+    for dtype in (torch.float64, float32):
+        experts = build("mixtral").model.layers[0].mlp.experts
+        experts.config._experts_implementation = implementation
+        model = Holder(experts)
+        if lora:
+            config = LoraConfig(r=8, target_parameters=["layer.gate_up_proj", "layer.down_proj"])
+            model.to(torch.bfloat16)
+            model = get_peft_model(model, config).to(dtype)
+            generator = torch.Generator().manual_seed(2)
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if "lora_" in name:
+                        p.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+                    elif dtype == float32:
+                        p.data = p.data.to(torch.bfloat16)
+        else:
+            model.to(dtype)
+        isopo = ISOPO(model, "fig4", fisher_samples=20)
+        generator = torch.Generator().manual_seed(1)
+        x, cotangent = (torch.randn(52, 16, generator=generator).to(torch.bfloat16).to(dtype) for _ in range(2))
+        choices = torch.rand(52, 4, generator=generator).topk(2).indices
+        with isopo.microbatch(BATCH().advantages, attention_mask=torch.ones(4, 13)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == float32):
+                y = model(x, choices, torch.full((52, 2), 0.5, dtype=dtype))
+            y.backward(cotangent.to(y.dtype))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert all(p.grad.dtype == dtype for p in trained.values())
+        results.append({name: p.grad.double() for name, p in trained.items()})
+    for name, exact in results[0].items():
+        assert (results[1][name] - exact).norm() < 0.03 * exact.norm(), name
+
+
 def test_another_adapter_than_the_planned_one_is_refused():
     model, batch = build("gpt_oss", adapted(*ALL_OF_GPT_OSS)), BATCH()
     isopo = ISOPO(model)
