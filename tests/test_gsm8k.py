@@ -425,19 +425,33 @@ def test_bad_data_gives_one_sentence(gsm8k, given, tmp_path, capsys):
 def test_bad_models_give_one_sentence(gsm8k, given, tmp_path, capsys):
     _, *rest = given
     rest = [*rest, f"--output_dir={tmp_path / 'out'}"]
-    said = refused(gsm8k, capsys, [f"--model_name_or_path={tmp_path / 'nowhere'}", *rest])
-    assert "nowhere" in said
+    for name in (tmp_path / "nowhere", "./nowhere", "../no/where", "~/nowhere"):
+        # Without a look at the data, which would be asked of the Hub
+        said = refused(gsm8k, capsys, [f"--model_name_or_path={name}", *rest, "--dataset=no/such"])
+        assert f"--model_name_or_path {name} is not a folder" in said
     (tmp_path / "empty").mkdir()
     said = refused(gsm8k, capsys, [f"--model_name_or_path={tmp_path / 'empty'}", *rest])
     assert "The folder" in said and "has no config.json" in said
 
     folder = tiny.save(tmp_path / "base", "qwen3")
     capsys.readouterr()  # the bars of saving
+
+    def config(**entries):
+        return json.dumps({**json.loads((Path(folder) / "config.json").read_text()), **entries}).encode()
+
+    of_config, of_generation = (f"cannot be built from its {name}.json" for name in ("config", "generation_config"))
     for name, content, words in (
         ("model.safetensors", (Path(folder) / "model.safetensors").read_bytes()[:-100], "are damaged"),
         ("model.safetensors", b"", "are damaged"),
         ("config.json", b"{", "is not a valid JSON file"),
-        ("config.json", b"[]", "is a folder, but could not be loaded"),
+        ("config.json", b"[]", of_config),
+        ("config.json", config(vocab_size=0), of_config),
+        ("config.json", config(num_attention_heads=0), of_config),
+        ("config.json", config(architectures=["Nonsense"]), "transformers has no Nonsense"),
+        ("config.json", config(architectures=5), of_config),
+        ("generation_config.json", b"[]", of_generation),
+        ("generation_config.json", b"{", of_generation),
+        ("generation_config.json", b'{"do_sample": false, "temperature": 0.5}', of_generation),  # cannot be saved
         ("config.json", b'{"model_type": "qwen3"}', "names no architecture"),
         ("tokenizer.json", b"{}", "is a folder, but could not be loaded"),
         ("chat_template.jinja", b"{% if", "does not take these prompts"),
@@ -449,6 +463,9 @@ def test_bad_models_give_one_sentence(gsm8k, given, tmp_path, capsys):
         said = refused(gsm8k, capsys, [f"--model_name_or_path={damaged}", *rest])
         assert "damaged" in said and words in said, said
         shutil.rmtree(damaged)
+    (Path(folder) / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    gsm8k.check_model(folder, trust_remote_code=False, saved=False)  # an adapter can be saved
+    (Path(folder) / "generation_config.json").unlink()
     said = refused(gsm8k, capsys, [f"--model_name_or_path={folder}", *rest, '--model_init_kwargs={"nonsense": 1}'])
     assert "--model_init_kwargs" in said and "'nonsense'" in said
     tokenizer = tiny.tokenizer()
