@@ -35,7 +35,7 @@ from command_line import Parser
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from jinja2 import TemplateError
-from preflight import check_machine, checkpoint, in_short
+from preflight import check_machine, check_model, checkpoint, in_short
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import (
@@ -300,8 +300,6 @@ def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool):
     local = os.path.isdir(name)
     if not local:
         look_up(f"model {name}")
-    elif not os.path.isfile(os.path.join(name, "config.json")):
-        raise ValueError(f"The folder {name} has no config.json: it should be that of a whole model.")
     where = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(name, **where)
@@ -425,6 +423,7 @@ def main(arguments: list[str]) -> int:
             say("Asking the Hub who you are, for --push_to_hub.")
         check_machine(args)
         resume = checkpoint(args)
+        check_model(model_args.model_name_or_path, args.trust_remote_code, saved=not model_args.use_peft)
         train, held_out, tokenizer = load(script_args, args, model_args)
         trainer = build(script_args, args, model_args, train, tokenizer)
         for callback in (PrinterCallback, ProgressCallback):

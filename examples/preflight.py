@@ -6,8 +6,11 @@ import tempfile
 from importlib.util import find_spec
 from urllib.parse import urlparse
 
+import torch
+import transformers
 from accelerate import PartialState
 from huggingface_hub import HfApi
+from transformers import AutoConfig, GenerationConfig
 from transformers.integrations import get_available_reporting_integrations
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
@@ -38,6 +41,44 @@ def check_machine(args: GRPOConfig) -> None:
         find_vllm_server(args)
     elif args.use_vllm and find_spec("vllm") is None:
         raise ValueError("--use_vllm needs the package vllm: pip install vllm, or leave --use_vllm out.")
+
+
+def check_model(name: str, trust_remote_code: bool, saved: bool) -> None:
+    """
+    Raise if a model is to come from a folder that is not there, or that describes none; weights are not read.
+
+    Args:
+        name (`str`): a folder, or a name on the Hub, which is not looked up here.
+        trust_remote_code (`bool`): whether code in the folder may be run.
+        saved (`bool`): whether the model is saved in the end, not an adapter. transformers then looks more closely at
+            how it should generate.
+    """
+    if not os.path.isdir(name):
+        if name.count("/") > 1 or name.startswith((".", "/", "~")) or "\\" in name:  # none of them a name on the Hub
+            raise ValueError(
+                f"--model_name_or_path {name} is not a folder: give that of a model, or a name on the Hub."
+            )
+        return
+    if not os.path.isfile(os.path.join(name, "config.json")):
+        raise ValueError(f"The folder {name} has no config.json: it should be that of a whole model.")
+    read = "config.json"
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if not config.architectures:
+            raise ValueError("it names no architecture")
+        kind = getattr(transformers, config.architectures[0], None)
+        if kind is None and not getattr(config, "auto_map", None):
+            raise ValueError(f"transformers has no {config.architectures[0]}")
+        if kind is not None:
+            with torch.device("meta"):
+                kind(config)
+        read = "generation_config.json"
+        if os.path.isfile(os.path.join(name, read)):
+            GenerationConfig.from_pretrained(name).validate(strict=saved)
+    except Exception as error:  # of many kinds
+        raise ValueError(
+            f"The model in the folder {name} cannot be built from its {read}, which needs mending: {in_short(error)}"
+        ) from error
 
 
 def find_vllm_server(args: GRPOConfig) -> None:

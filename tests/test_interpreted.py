@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[1]
-# In one process, since every other would import everything again
 KERNELS = [
     "tests/kernels/test_coefficients.py",
     "tests/kernels/test_elementwise.py",
@@ -40,7 +39,6 @@ KERNELS = [
 ORACLE = {
     "test_gradient_is_the_definition": [
         "qwen3-full-fisher",  # norms of heads
-        "qwen3-lora-interacting",
         "gemma3-full-fig4",  # norms of another flavour, a soft cap
         "gemma3-full-none",
         "gemma3-lora-fisher",
@@ -48,7 +46,6 @@ ORACLE = {
     ],
     "test_every_strategy_gives_the_same_gradient": [
         "qwen2-fig4-ghost",
-        "qwen2-fig4-blocks",
         "qwen2-interacting-blocks",
     ],
     "test_every_setting_enters_as_the_formula_says": ["fig4-0.3-True-paper"],
@@ -60,7 +57,7 @@ ORACLE = {
 }
 EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["gpt_oss-fig4"]}  # with biases
 UNSCALED = {"test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"]}
-TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"]}
+TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-lora-fisher"]}
 NOISE = {"test_gradients_that_are_zero_but_for_rounding_count_nowhere": ["62-torch.float32"]}
 KEPT_ROWS = {  # samples from before
     "test_gradient_is_the_definition_with_the_rows_of_the_step_before": [
@@ -73,52 +70,62 @@ OWN_RULE = {  # which the kernels do not know
 }
 
 
+PARTS = {
+    "test_oracle": ORACLE,
+    "layers/test_experts": EXPERTS,
+    "test_unscaled": UNSCALED,
+    "token_weights/test_gradients": TOKEN_WEIGHTS,
+    "rules/test_own_rule": OWN_RULE,
+    "test_rounding_noise": NOISE,
+    "layers/test_kept_rows": KEPT_ROWS,
+}
+# No kernel that the others do not reach: other rules on the same layers
+MORE = {
+    "test_oracle": {
+        "test_gradient_is_the_definition": ["qwen3-lora-interacting"],
+        "test_every_strategy_gives_the_same_gradient": ["qwen2-fig4-blocks"],
+    },
+    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-fig4"]},
+}
+
+
+def nodes(parts):
+    return [
+        f"tests/{file}.py::{test}[{case}]"
+        for file, tests in parts.items()
+        for test, cases in tests.items()
+        for case in cases
+    ]
+
+
 def run_interpreted(*tests):
-    """Run tests in a process of their own, and show its last lines if any fails; returns all of its output."""
+    """Run tests in a process of their own, and show its last lines if any fails; returns how many have passed."""
     # A process of xdist's would leave its name and its options behind
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_CORE"))}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "--color=no"]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.interpreter", "--color=no"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     tail = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{tail}"
-    return done.stdout
-
-
-def passed(output):
-    """The number of tests that passed; none may have been skipped."""
-    last = output.strip().splitlines()[-1]
-    assert "passed" in last and "skipped" not in last, output
+    last = done.stdout.strip().splitlines()[-1]
+    assert "skipped" not in last and "failed" not in last, done.stdout
     return int(last.split(" passed")[0].split()[-1])
 
 
-def test_the_interpreted_kernels_agree_with_plain_pytorch():
-    assert passed(run_interpreted(*KERNELS)) > 400
+def test_interpreted_kernels_agree_with_plain_pytorch_and_with_the_definition():
+    """In one process, since another would import everything again."""
+    of_models = [*nodes(PARTS), "tests/rules/test_own_rule.py::test_the_kernels_leave_it_to_pytorch"]
+    assert run_interpreted(*KERNELS, *of_models) > 400 + len(of_models)
 
 
-def test_the_gradient_of_a_model_with_interpreted_kernels_is_the_definition():
-    files = {
-        "test_oracle": ORACLE,
-        "layers/test_experts": EXPERTS,
-        "test_unscaled": UNSCALED,
-        "token_weights/test_gradients": TOKEN_WEIGHTS,
-        "rules/test_own_rule": OWN_RULE,
-        "test_rounding_noise": NOISE,
-        "layers/test_kept_rows": KEPT_ROWS,
-    }
-    nodes = [
-        f"tests/{file}.py::{test}[{case}]"
-        for file, tests in files.items()
-        for test, cases in tests.items()
-        for case in cases
-    ]
-    nodes.append("tests/rules/test_own_rule.py::test_the_kernels_leave_it_to_pytorch")
-    assert passed(run_interpreted(*nodes)) == len(nodes)
+@pytest.mark.slow
+def test_interpreted_kernels_agree_with_the_definition_under_further_rules():
+    assert run_interpreted(*nodes(MORE)) == len(nodes(MORE))
 
 
 @pytest.mark.slow
 def test_with_interpreted_kernels_no_gradient_depends_on_how_the_step_is_cut():
     test = "tests/test_step_scope.py::test_no_gradient_depends_on_how_the_step_is_cut"
     cases = ["fisher-False-4 x 4", "npg-True-ragged", "fig4-False-2 x 8"]  # rule, LoRA, cut
-    assert passed(run_interpreted(*(f"{test}[{case}]" for case in cases))) == len(cases)
+    assert run_interpreted(*(f"{test}[{case}]" for case in cases)) == len(cases)

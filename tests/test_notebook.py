@@ -16,9 +16,9 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "gsm8k.ipynb"
 SMALL = {
     r"per_device_train_batch_size=\d+": "per_device_train_batch_size=2",
     r"num_generations=\d+": "num_generations=2",
-    r"max_completion_length=\d+": "max_completion_length=4",
-    r"kl_prompts=\d+": "kl_prompts=2",
-    r'sums\("test"\)\.select\(range\(\d+\)\)': 'sums("test").select(range(4))',
+    r"max_completion_length=\d+": "max_completion_length=2",
+    r"kl_prompts=\d+": "kl_prompts=1",
+    r'sums\("test"\)\.select\(range\(\d+\)\)': 'sums("test").select(range(2))',
 }
 
 

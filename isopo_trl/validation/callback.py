@@ -158,9 +158,8 @@ class ValidationCallback(TrainerCallback):
         if trainer.is_world_process_zero():
             try:
                 self._write()
-            except (
-                OSError
-            ) as error:  # a full disk, say: what was measured is in the log of the trainer, and stays there
+            # A full disk, say: what was measured is in the log of the trainer, and stays there
+            except OSError as error:
                 if not self._write_failed:
                     logger.warning(
                         f"The curves of the validation could not be written to {trainer.args.output_dir}: {error}. "

@@ -1,7 +1,8 @@
-"""What tests on several ranks share: starting a worker on them; in the worker, its rank, whole weights and results."""
+"""What tests on several ranks share: running a worker on them; in the worker, its rank, whole weights and results."""
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import subprocess
@@ -24,27 +25,32 @@ ROOT = Path(__file__).parents[2]
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start(ranks, worker, output, *arguments, launched=False):
+def launch(*groups):
     """
-    The process of a worker (a file of this folder) on so many ranks of CPUs, or of the launcher of these. A single
-    rank has a process group only if it is `launched`.
+    Run workers, which are files of this folder, on CPUs; all of them must succeed.
+
+    Args:
+        groups: `(ranks, worker, *arguments)` of each group of ranks. All groups run at the same time, and each has a
+            process group of its own, one of a single rank, too.
     """
-    launcher = [sys.executable]
-    if ranks > 1 or launched:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={port}"]
+    ranks = [
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        | {"arguments": [str(Path(__file__).with_name(worker)), *map(str, arguments)]}
+        for world, worker, *arguments in groups
+        for port in [free_port()]
+        for rank in range(world)
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["DS_ACCELERATOR"] = "cpu"
-    command = [*launcher, str(Path(__file__).with_name(worker)), str(output), *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, str(Path(__file__).with_name("launcher.py")), json.dumps(ranks)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
-def finish(process):
-    """Wait for a worker, which must succeed."""
-    said, _ = process.communicate()
-    assert process.returncode == 0, said[-3000:]
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Sharded(ISOPOTrainer):

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from tests import test_step_scope as step_scope
 from tests.distributed import worker
-from tests.distributed.process_group import finish, load_runs, start
+from tests.distributed.process_group import launch, load_runs
 
 
 pytestmark = pytest.mark.distributed
@@ -27,6 +27,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full"]
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
     RUNS += ["skipped2-none-full", "skipped3-none-full"]
+    RUNS += ["zero2-fisher-experts", "zero2-fisher-expertslora", "zero2-fisher-dora"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def results(tmp_path_factory):
     output = folder / "ranks.pt"
     with FileLock(f"{output}.lock"):
         if not output.exists():
-            finish(start(2, "worker.py", output, *RUNS))
+            launch((2, "worker.py", output, *RUNS))
     return load_runs(output)
 
 
@@ -154,9 +155,12 @@ def test_all_engines_train_to_the_weights_of_one_rank_with_the_rows_of_the_step(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_deepspeed_trains_to_the_weights_of_one_rank(mode, results, tmp_path):
-    one, two = worker.run(tmp_path, "trainer", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
+@pytest.mark.parametrize(
+    "mode,weights",
+    [("zero2", "full"), ("zero3", "full"), ("zero2", "experts"), ("zero2", "expertslora"), ("zero2", "dora")],
+)
+def test_deepspeed_trains_to_the_weights_of_one_rank(mode, weights, results, tmp_path):
+    one, two = worker.run(tmp_path, "trainer", "fisher", weights), ranks(results, f"{mode}-fisher-{weights}")
     assert two[0]["wrapped"] == "DeepSpeedEngine"
     assert_same(one, *two, 1e-3)  # DeepSpeed clips and sums in an order of its own
 

@@ -1,4 +1,4 @@
-"""Token weights, and the second way back of what carries no advantage, are the same however ranks cut the batch."""
+"""Token weights, losses of the ratio, and terms without an advantage are the same however ranks cut the batch."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ import torch
 from filelock import FileLock
 
 from tests import tiny
-from tests.distributed.process_group import finish, load_runs, start
+from tests.distributed.process_group import launch, load_runs
 
 
 # On two ranks, and what one rank does
@@ -27,6 +27,10 @@ RUNS = {
     "fsdp2-fisher-full-terms": "ddp-fisher-full-terms",
     "fsdp2-fisher-full-terms-silent": "ddp-fisher-full-terms-silent",
     "fsdp2-none-lora-terms": "ddp-none-lora-terms",
+    "ddp-fisher-full-cispo": "ddp-fisher-full-cispo",
+    "ddp-fisher-lora-sapo": "ddp-fisher-lora-sapo",
+    "fsdp2-fig4-full-vespo": "ddp-fig4-full-vespo",
+    "ddp-interacting-lora-gspo": "ddp-interacting-lora-gspo",
     "shard-fisher-full-kl": "loop-fisher-full-kl",
     "shard-fisher-lora-kl": "loop-fisher-lora-kl",
 }
@@ -42,9 +46,11 @@ ZERO = {
     "zero2-fisher-full-terms": "ddp-fisher-full-terms",
     "zero3-fisher-full-terms": "ddp-fisher-full-terms",
     "zero3-none-lora-terms-stored": "ddp-none-lora-terms",
+    "zero2-fisher-full-cispo": "ddp-fisher-full-cispo",
+    "zero2-interacting-lora-gspo": "ddp-interacting-lora-gspo",
 }
 # DeepSpeed divides what goes back by the number of accumulated microbatches, which on two ranks is one
-ACCUMULATED = {name: ZERO[name] for name in ZERO if "fisher-full" in name and "kpo" not in name}
+ACCUMULATED = {name: ZERO[name] for name in ZERO if "fisher-full" in name and not name.endswith(("kpo", "cispo"))}
 if importlib.util.find_spec("deepspeed") is None:
     ZERO, ACCUMULATED = {}, {}
 
@@ -65,9 +71,7 @@ def results(tmp_path_factory):
         if not all(output.exists() for output in outputs.values()):
             worker = "token_weights_worker.py"
             tiny.save(folder / "reference", "qwen3", tie=True)
-            processes = [start(ranks, worker, outputs[ranks], *runs[ranks], launched=True) for ranks in runs]
-            for process in processes:
-                finish(process)
+            launch(*((ranks, worker, outputs[ranks], *runs[ranks]) for ranks in runs))
     return {ranks: load_runs(output) for ranks, output in outputs.items()}
 
 
@@ -131,6 +135,16 @@ def test_entropy_bonus_is_adapted_to_the_tokens_of_all_ranks(name, results):
     for result in ranks(results, 2, name):
         assert [line["entropy_coef"] for line in result["logs"]] == expected
         assert all(line["kl"] > 0.01 for line in result["logs"])
+
+
+@pytest.mark.parametrize("name", [name for name in [*RUNS, *ZERO] if name.endswith(("cispo", "gspo", "vespo"))])
+def test_ratios_are_cut_as_on_one_rank(name, results):
+    (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
+    figure = {"c": "cispo_clip_ratio", "g": "clip_ratio/region_mean", "v": "vespo/phi_seq_mean"}[name.split("-")[3][0]]
+    expected = [line[figure] for line in one["logs"]]
+    assert any(0 < value for value in expected) and not any(value == 1 for value in expected)
+    for result in ranks(results, 2, name):
+        assert [line[figure] for line in result["logs"]] == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_unscaled_term_is_not_without_effect(results):

@@ -11,7 +11,7 @@ from peft import get_peft_model
 
 from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
-from tests.distributed.process_group import finish, load_runs, start
+from tests.distributed.process_group import launch, load_runs
 from tests.distributed.validation_worker import KL_ROWS, ROWS, build
 
 
@@ -31,7 +31,7 @@ def results(tmp_path_factory):
     output = folder / "validation.pt"
     with FileLock(f"{output}.lock"):
         if not output.exists():
-            finish(start(2, "validation_worker.py", output, *RUNS))
+            launch((2, "validation_worker.py", output, *RUNS))
     return load_runs(output)
 
 

@@ -5,8 +5,9 @@ token_weights_worker.py OUTPUT MODE-RULE-WEIGHTS-TOKENS[-OPTION]...
 Modes: ddp, fsdp2, zero2 and zero3 are a real `ISOPOTrainer.train()` with `token_weights=TOKENS`; loop and shard are a
 loop of one's own with the core, with a KL term that carries no advantage where TOKENS is kl, the latter with every
 decoder layer sharded. Where TOKENS is terms, the trainer has no token weights, but a KL term and an adaptive entropy
-bonus, and finds its reference model in the folder `reference` beside OUTPUT. Option `stored` is without gradient
-checkpointing; with `silent`, no token of every other microbatch is scored.
+bonus, and finds its reference model in the folder `reference` beside OUTPUT; where it is one of [`RATIO`], it has that
+loss of the ratio instead. Option `stored` is without gradient checkpointing; with `silent`, no token of every other
+microbatch is scored.
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two. P3O's effective sample
 size is not: the first of two microbatches does not know the second's tokens. So one rank is told: in
@@ -32,6 +33,13 @@ REGULARIZATION = 1.0  # without it, three steps make 1e-4 of a difference of 1e-
 KPO = {"epsilon": 0.1, "epsilon_high": 0.2}
 TERMS = {"beta": 0.3, "use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_target": 10.0}
 SAMPLER = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}
+# Losses of the ratio
+RATIO = {
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+    "gspo": {"loss_type": "grpo", "epsilon": 0.05, "importance_sampling_level": "sequence"},
+}
 
 
 def scored(model, batch):
@@ -123,7 +131,7 @@ def train(output, mode, rule, weights, tokens, option=None):
         rule=rule,
         regularization=None if rule == "none" else REGULARIZATION,
         fisher_samples=9,
-        token_weights="none" if tokens == "terms" else tokens,
+        token_weights="none" if tokens in ("terms", *RATIO) else tokens,
         use_cpu=True,
         ddp_backend=None if WORLD == 1 else "gloo",
         bf16=False,
@@ -141,7 +149,7 @@ def train(output, mode, rule, weights, tokens, option=None):
         logging_steps=1,
         save_strategy="no",
         deepspeed=deepspeed_config(int(mode[-1])) if mode.startswith("zero") else None,
-        **{"kpo": KPO, "sampler": SAMPLER, "terms": TERMS}.get(tokens, {}),
+        **{"kpo": KPO, "sampler": SAMPLER, "terms": TERMS, **RATIO}.get(tokens, {}),
     )
     model = build(weights)
     # Where the reference model is loaded from, with full weights
