@@ -46,7 +46,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope="module")
 def slow_results(tmp_path_factory):
     output = tmp_path_factory.mktemp("slow") / "ranks.pt"
-    finish(start(2, "worker.py", output, *SLOW))
+    launch((2, "worker.py", output, *SLOW))
     return load_runs(output)
 
 
