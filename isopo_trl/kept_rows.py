@@ -66,6 +66,9 @@ class KeptRows:
         self._collected: dict[int, _Rows] = {}
         self._set_of: dict[int, int] = {}  # which set a layer's rows belong to: its size, 0 for positions
         self._sets: dict[int, _Set] = {}
+        # Asked for by every layer in every microbatch, and so not made each time
+        self._slots_of: dict[int, _Rows] = {}
+        self._rows_of: dict[int, SampleRows] = {}
         self._flat: list[torch.Tensor] = []  # memory of what is held, one tensor per type
         self._exchange: list[Any] = []  # under way
         self._loaded: dict[str, Any] | None = None
@@ -111,6 +114,9 @@ class KeptRows:
 
     def slots_of(self, layer: int, size: int, rows: _Rows) -> _Rows:
         """Where the layer's rows are collected, like `rows` `[N, ...]`."""
+        found = self._slots_of.get(layer)
+        if found is not None:
+            return found
         collected = self._collected.get(layer)
         if collected is None:
             number = self._room(self.set_for(size).size)
@@ -119,7 +125,8 @@ class KeptRows:
             collected = {name: x.new_zeros(number, *x.shape[1:], dtype=types[name]) for name, x in rows.items()}
             self._collected[layer], self._set_of[layer] = collected, size
         number = self.set_for(size).number
-        return {name: buffer[:number] for name, buffer in collected.items()}
+        self._slots_of[layer] = {name: buffer[:number] for name, buffer in collected.items()}
+        return self._slots_of[layer]
 
     def _room(self, size: int) -> int:
         """How many rows a step collects at most."""
@@ -127,8 +134,7 @@ class KeptRows:
 
     def rows_of(self, layer: int) -> SampleRows | None:
         """The rows from before this step, if there are any."""
-        held = self._held.get(layer)
-        return None if held is None else SampleRows(**held)
+        return self._rows_of.get(layer)
 
     def unreached(self, draw: "Draw", layers: Sequence[int]) -> None:
         """A microbatch's backward did not come to these layers: its positions have no gradient there."""
@@ -154,6 +160,8 @@ class KeptRows:
     def _begin_step(self) -> None:
         for found in self._sets.values():
             found.slots, found.priorities = self._slots(found.size), None
+        self._slots_of = {}
+        self._rows_of = {layer: SampleRows(**held) for layer, held in self._held.items()}
 
     def restart(self) -> None:
         """Forget what this step has collected: a microbatch was broken off, or its numbers are not finite."""
@@ -256,6 +264,7 @@ class KeptRows:
         """Go on from what was saved; returns whether its rows can be used, which takes the same numbers of them."""
         self._wait()
         self._held, self._collected, self._flat, self._sets, self._set_of = {}, {}, [], {}, {}
+        self._begin_step()
         self._loss_scale = self._loaded = None
         if state is None:
             return False
@@ -335,10 +344,11 @@ class Draw:
             rows (`dict[str, torch.Tensor]`): by the names of the fields of [`SampleRows`].
             sequences (`int`): if not 0, rows are those of whole sequences, of which so many are kept.
         """
-        slots = Slots(self.kept.slots_of(layer, sequences, rows), self.source(sequences), self.factor)
-        if self.factor == 1 and kernels.take(rows, slots.buffers):
-            kernels.put(slots.buffers, rows, slots.source)
+        buffers, source = self.kept.slots_of(layer, sequences, rows), self.source(sequences)
+        if self.factor == 1 and kernels.take(rows, buffers):
+            kernels.put(buffers, rows, source)
         else:
+            slots = Slots(buffers, source, self.factor)
             for name, x in rows.items():
                 slots.put(name, x)
         return self.kept.rows_of(layer)

@@ -55,10 +55,12 @@ def _put_kernel(
 
 def take(rows: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor]) -> bool:
     """Whether the kernel can copy these rows, `[N, features]`, of one tensor or two."""
+    if len(rows) > 2:
+        return False
     for name, x in rows.items():
-        if x.dim() != 2 or x.stride(1) != 1 or not takes(x) or not takes(buffers[name]):
+        if x.dim() != 2 or x.stride(1) != 1 or not takes(x) or buffers[name].numel() == 0:
             return False
-    return len(rows) <= 2
+    return True
 
 
 @lru_cache(maxsize=4096)
