@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from peft import PeftModel
 
 
 # Beginnings of PEFT's names of such initialisations
@@ -30,7 +31,8 @@ def base_weights_kept(model: Any) -> Iterator[None]:
     Context in which a copy of the model's adapter can be made without a change of the base model: the copy begins like
     any LoRA, and is then filled with the values of the first.
     """
-    config: Any = model.peft_config.get("default") if is_peft_model(model) else None
+    # The model may still be a name
+    config: Any = model.peft_config.get("default") if isinstance(model, PeftModel) else None
     if not is_part_of_the_weights(config):
         yield
         return
