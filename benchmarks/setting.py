@@ -141,7 +141,7 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     if kind is ISOPOTrainer:
         rule, _, token_weights = name.partition("+")
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
-        if rule != "interacting":
+        if rule != "interacting" and case.shape not in MIXTURES:
             settings["regularization"] = 0  # as in the figures before the default was another
     if case.shape in MIXTURES and not case.aux:
         settings["router_aux_loss_coef"] = 0.0
