@@ -122,8 +122,9 @@ class Recorded:
         with shuffled_by(self.group_size):
             inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         if self.model.training:  # type: ignore[attr-defined]
-            rows = zip(inputs["prompt_ids"].tolist(), inputs["prompt_mask"].tolist(), strict=True)
-            for ids, mask in rows:
+            # TRL's microbatch, whatever becomes of sequences without an advantage
+            whole = self._buffered_inputs[self._step % self.args.steps_per_generation]  # type: ignore[attr-defined]
+            for ids, mask in zip(whole["prompt_ids"].tolist(), whole["prompt_mask"].tolist(), strict=True):
                 real = [token for token, kept in zip(ids, mask, strict=True) if kept]
                 self.prompts[self.state.global_step].append(json.dumps(real).encode())  # type: ignore[attr-defined]
         return inputs

@@ -150,7 +150,7 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
         if name.endswith(STEP):
             settings["fisher_scope"] = "step"
-        if rule != "interacting":
+        if rule != "interacting" and case.shape not in MIXTURES:
             settings["regularization"] = 0  # as in the figures before the default was another
     if case.shape in MIXTURES and not case.aux:
         settings["router_aux_loss_coef"] = 0.0
