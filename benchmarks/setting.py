@@ -123,12 +123,14 @@ def no_reward(completions, **_):
 
 
 def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **settings) -> GRPOTrainer:
-    """The trainer called `name` ("grpo", "recipe", a rule or `rule+weights`) on a copy of the random model."""
+    """The trainer called `name` ("grpo", "recipe", a rule, `rule+weights` or `rule+skip`) on a copy of the model."""
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
     if kind is ISOPOTrainer:
         rule, _, token_weights = name.partition("+")
+        if token_weights == "skip":
+            settings["skip_zero_advantage"], token_weights = True, ""
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
         if rule != "interacting":
             settings["regularization"] = 0  # as in the figures before the default was another
