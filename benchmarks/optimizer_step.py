@@ -12,6 +12,7 @@ only) is the peak during training, optimizer state and weights included.
 
     python benchmarks/optimizer_step.py                                            # a small model, for CPUs
     python benchmarks/optimizer_step.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
+    python benchmarks/optimizer_step.py --equal 0.5 --rule fisher+skip             # half of the groups left out
 
 With `--target-kl`, what it costs to measure steps and to keep weights is measured too; a step needs 32 sequences or
 more for that to be a 32nd of them:
@@ -21,6 +22,7 @@ more for that to be a 32nd of them:
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -63,7 +65,9 @@ class Clock(TrainerCallback):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_options(parser)
-    parser.add_argument("--rule", choices=RULES, default="fisher")
+    rules = [*RULES, *(f"{rule}+skip" for rule in RULES)]
+    parser.add_argument("--rule", choices=rules, default="fisher", help="+skip: with skip_zero_advantage")
+    parser.add_argument("--equal", type=float, default=0.0, help="share of groups in which all rewards are the same")
     parser.add_argument("--steps-per-generation", type=int, default=4, help="microbatches of one generation")
     parser.add_argument("--accumulation", type=int, default=2, help="microbatches of one optimizer step")
     parser.add_argument("--target-kl", type=float, help="also the rule with steps of this length")
@@ -82,8 +86,19 @@ def ready_completions(options: argparse.Namespace):
     return lambda prompts, trainer: dict(output)
 
 
-def random_reward(completions, **_):
-    return [random.random() for _ in completions]
+def random_reward(options: argparse.Namespace):
+    """A reward function: random numbers, and the same for all completions of a group in the given share of groups."""
+    groups = itertools.count(1)
+
+    def reward(completions, **_):
+        rewards = []
+        for _ in range(len(completions) // options.sequences):
+            number = next(groups)
+            equal = math.floor(number * options.equal) > math.floor((number - 1) * options.equal)
+            rewards += [1.0 if equal else random.random() for _ in range(options.sequences)]
+        return rewards
+
+    return reward
 
 
 def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[float], list[float], int | None]:
@@ -96,7 +111,7 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
     trainer = make_trainer(
         rule,
         options,
-        random_reward,
+        random_reward(options),
         prompts=generations * options.steps_per_generation,
         rollout_func=rollout_func,
         per_device_train_batch_size=options.sequences,

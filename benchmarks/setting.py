@@ -141,12 +141,16 @@ def no_reward(completions, **_):
 
 
 def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **settings) -> GRPOTrainer:
-    """The trainer called `name` ("grpo", "recipe", or as `--rules` takes it) on a copy of the random model."""
+    """
+    The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a copy of the random model.
+    """
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
     if kind is ISOPOTrainer:
         rule, _, token_weights = name.removesuffix(STEP).partition("+")
+        if token_weights == "skip":
+            settings["skip_zero_advantage"], token_weights = True, ""
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
         if name.endswith(STEP):
             settings["fisher_scope"] = "step"

@@ -219,6 +219,19 @@ def test_running_means_are_those_of_a_run_in_which_the_others_never_were(tmp_pat
         assert logged(skipped, name) == pytest.approx(logged(expected, name), rel=1e-9)
 
 
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting", "none"])
+def test_a_sequence_that_fills_in_has_no_gradient_and_counts_nowhere(rule, tmp_path):
+    trainer = training.prepared(training.build(tmp_path, rule=rule, loss_type="grpo"))
+    batch = generation([0.0])
+    batch["advantages"] = batch["advantages"].float()
+    before = training.gradients(trainer, {**batch, "loss_weights": torch.zeros(1)})
+    assert before[0] == 0 and not any(gradient.any() for gradient in before[1].values())
+    figures = trainer.isopo.step()
+    assert not any(figures.values()), figures
+    running = trainer.isopo.state_dict()["running"]
+    assert not running["mean"].any() and (rule == "none" or not any(running["known"]))
+
+
 # What is left out, and how the rest is packed
 
 
