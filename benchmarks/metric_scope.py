@@ -466,7 +466,7 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
         panels[2].boxplot(errors, orientation="horizontal", showfliers=False, medianprops={"color": "#d55e00"})
         panels[2].set_yticks(range(1, len(ways) + 1), ways, fontsize=8)
         panels[2].invert_yaxis()
-        panels[2].set_xlim(0, 105)
+        panels[2].set_xlim(0, 150)
         panels[2].set_title("interacting: distance from the whole step's\ngradient, %, over layers", fontsize=10)
         panels[2].spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110, metadata={"Software": None})

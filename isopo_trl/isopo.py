@@ -198,6 +198,12 @@ class ISOPO:
                 f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
                 "per-token advantages are not supported (put token weights into the loss)."
             )
+        for name, given in (("prompts", prompts), ("signs", signs)):
+            if given is not None and given.shape != advantages.shape:
+                raise ValueError(
+                    f"`{name}` must have one entry per sequence, shape {list(advantages.shape)}, got "
+                    f"{list(given.shape)}."
+                )
         if not self._parameters_are_planned:
             self._refuse_new_parameters()
             self._parameters_are_planned = True
