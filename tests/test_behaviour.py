@@ -121,7 +121,7 @@ def test_where_the_sampler_tells_nothing_steps_are_taken_to_go_in_one_direction(
         path += math.sqrt(line["step/kl"])
 
 
-def test_a_run_that_stopped_early_resumes_with_the_same_numbers(tmp_path):
+def test_a_run_that_stopped_early_resumes_with_the_same_numbers(tmp_path, caplog):
     settings = {**SETTINGS, "behaviour_kl": 1e-9, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = training.build(tmp_path / "run", "qwen3", Counted, **settings)
     expected = steps(whole)
@@ -129,6 +129,7 @@ def test_a_run_that_stopped_early_resumes_with_the_same_numbers(tmp_path):
     again = training.build(tmp_path / "run", "qwen3", Counted, **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert again.generated_at == [2, 3]
+    assert "cannot go on with them" not in caplog.text  # it was done with them
     resumed = [line for line in again.state.log_history if "loss" in line][2:]
     for line, other in zip(resumed, expected[2:], strict=True):
         assert line["loss"] == other["loss"] and line["step/kl"] == other["step/kl"]
