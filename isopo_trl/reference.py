@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.utils import is_peft_model
+from peft import PeftModel
 
 
 # Beginnings of PEFT's names of such initialisations
@@ -30,7 +30,7 @@ def base_weights_kept(model: Any) -> Iterator[None]:
     Context in which a copy of the model's adapter can be made without a change of the base model: the copy begins like
     any LoRA, and is then filled with the values of the first.
     """
-    config: Any = model.peft_config.get("default") if is_peft_model(model) else None
+    config: Any = model.peft_config.get("default") if isinstance(model, PeftModel) else None
     if not is_part_of_the_weights(config):
         yield
         return
@@ -43,7 +43,7 @@ def base_weights_kept(model: Any) -> Iterator[None]:
 
 def check(model: Any, beta: float) -> None:
     """Raise if the divergence (weight `beta`) would be measured from a model without what its adapter began as."""
-    if beta == 0.0 or not is_peft_model(model) or "ref" in model.peft_config:
+    if beta == 0.0 or not isinstance(model, PeftModel) or "ref" in model.peft_config:
         return
     for config in model.peft_config.values():
         if is_part_of_the_weights(config):
