@@ -45,7 +45,8 @@ def check(model: Any, beta: float) -> None:
     """Raise if the divergence (weight `beta`) would be measured from a model without what its adapter began as."""
     if beta == 0.0 or not isinstance(model, PeftModel) or "ref" in model.peft_config:
         return
-    for config in model.peft_config.values():
+    configs: list[Any] = list(model.peft_config.values())
+    for config in configs:
         if is_part_of_the_weights(config):
             raise ValueError(
                 f"With init_lora_weights={config.init_lora_weights!r} the adapter begins as a part of the weights: "
