@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from peft import PeftModel
 
 
@@ -31,7 +30,6 @@ def base_weights_kept(model: Any) -> Iterator[None]:
     Context in which a copy of the model's adapter can be made without a change of the base model: the copy begins like
     any LoRA, and is then filled with the values of the first.
     """
-    # The model may still be a name
     config: Any = model.peft_config.get("default") if isinstance(model, PeftModel) else None
     if not is_part_of_the_weights(config):
         yield
@@ -45,9 +43,10 @@ def base_weights_kept(model: Any) -> Iterator[None]:
 
 def check(model: Any, beta: float) -> None:
     """Raise if the divergence (weight `beta`) would be measured from a model without what its adapter began as."""
-    if beta == 0.0 or not is_peft_model(model) or "ref" in model.peft_config:
+    if beta == 0.0 or not isinstance(model, PeftModel) or "ref" in model.peft_config:
         return
-    for config in model.peft_config.values():
+    configs: list[Any] = list(model.peft_config.values())
+    for config in configs:
         if is_part_of_the_weights(config):
             raise ValueError(
                 f"With init_lora_weights={config.init_lora_weights!r} the adapter begins as a part of the weights: "
