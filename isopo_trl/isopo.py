@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .geometry.sequences import Sequences, draw_samples
-from .kept_rows import KeptRows
+from .kept_rows import KeptRows, is_state
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
@@ -91,7 +91,8 @@ class ISOPO:
         self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
         self.fisher_scope, self.fisher_steps = check_scope(fisher_scope, fisher_steps, self.fisher_samples, self.rule)
         self.seed = checked("seed", seed, int)
-        self._kept = KeptRows(self.fisher_samples, self.fisher_steps, self.seed) if fisher_scope == "step" else None
+        in_step = self.fisher_scope == "step"
+        self._kept = KeptRows(self.fisher_samples, self.fisher_steps, self.seed) if in_step else None
         self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
         self._draws = 0
@@ -452,6 +453,8 @@ class ISOPO:
         running = state["running"]
         if running is not None:
             _verify_running(running, len(self._places))
+        if state.get("rows") is not None and not is_state(state["rows"]):
+            raise ValueError(f"The saved ISOPO statistics have something else in place of their rows: {_SOURCE}.")
         used = {"regularization_decay": any(self.rule.needs), "fisher_samples": self.rule.needs.overlap}
         used |= dict.fromkeys(("fisher_scope", "fisher_steps"), self.rule.needs.overlap)
         changed = [name for name in used if used[name] and state.get(name, own[name]) != own[name]]

@@ -124,6 +124,13 @@ class KeptRows:
             types = {name: x.dtype if "a" in rows else accumulation_dtype(x.dtype) for name, x in rows.items()}
             collected = {name: x.new_zeros(number, *x.shape[1:], dtype=types[name]) for name, x in rows.items()}
             self._collected[layer], self._set_of[layer] = collected, size
+        for name, x in rows.items():
+            if name not in collected or collected[name].shape[1:] != x.shape[1:]:
+                before = {name: list(x.shape[1:]) for name, x in collected.items()}
+                raise RuntimeError(
+                    f"Layer {layer} has rows of shape {list(x.shape[1:])}, but those kept of it have {before}: if the "
+                    "run was resumed, the checkpoint is of another model; else set fisher_scope='microbatch'."
+                )
         number = self.set_for(size).number
         self._slots_of[layer] = {name: buffer[:number] for name, buffer in collected.items()}
         return self._slots_of[layer]
@@ -440,6 +447,17 @@ class Slots:
         source = torch.where(self.source < 0, self.source, reservoir.NOTHING)
         for buffer in self.buffers.values():
             reservoir.put(buffer, buffer, source)
+
+
+def is_state(state: Any) -> bool:
+    """Whether this looks like what [`KeptRows.state_dict`] returns."""
+    kinds = {"closed_steps": int, "samples": int, "steps": int, "sets": dict, "rows": dict}
+    if not isinstance(state, dict) or "loss_scale" not in state:
+        return False
+    if not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
+        return False
+    rows = [x for of_layer in state["rows"].values() for x in dict(of_layer).values()]
+    return state["sets"].keys() == state["rows"].keys() and all(isinstance(x, torch.Tensor) for x in rows)
 
 
 def _is_distributed() -> bool:

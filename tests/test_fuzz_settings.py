@@ -132,8 +132,8 @@ INVALID = {
     "temperature": [0.0, -1.0, NAN],
     "learning_rate": [NAN, INF, -1.0],
 }
-# Words that stand for a field in messages about the course of a run
-WORDS = {"learning_rate": "learning rate", "temperature": "temperature"}
+# Words that stand for a field in messages about the course of a run, and in those of TRL
+WORDS = {"learning_rate": "learning rate", "temperature": "temperature", "reward_weights": "reward weights"}
 
 
 def drawn(number: int) -> tuple[dict, bool]:

@@ -152,6 +152,31 @@ def one_by_one(step):
     return zip(step.G.sum(1), step.G, step.advantages, strict=True)
 
 
+@pytest.mark.parametrize("rows", [[], {}, {"closed_steps": 1}, {"rows": [1]}, {"sets": {}}])
+def test_what_are_no_rows_is_refused_and_changes_nothing(rows):
+    model, isopo = attached()
+    Step(0).run(model, isopo)
+    state = isopo.state_dict()
+    state["rows"] = {**state["rows"], **rows} if rows and "closed_steps" not in rows else rows
+    with pytest.raises(ValueError, match="in place of their rows"):
+        isopo.load_state_dict(state)
+    second = Step(1)
+    second.run(model, isopo)
+    check(model, second.expected(Step(0).rows(6)))
+
+
+def test_rows_of_another_shape_are_told():
+    model, isopo = attached()
+    Step(0).run(model, isopo)
+    other = nn.Sequential(nn.Linear(D, 3, bias=False)).double()
+    resumed = ISOPO(other, **SCOPE, **FORMULA)
+    resumed.load_state_dict(isopo.state_dict())
+    step = Step(1)
+    with pytest.raises(RuntimeError, match=r"shape \[3\].*'g': \[2\].*another model"):
+        with resumed.microbatch(step.advantages, attention_mask=step.mask):
+            other(step.x).sum().backward()
+
+
 def test_a_state_from_before_the_first_step_says_nothing(caplog):
     assert loaded(caplog, attached()[1].state_dict())[2] == []
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from isopo_trl import ISOPO
 from tests import test_step_scope as step_scope
 from tests.distributed import worker
 from tests.distributed.process_group import launch, load_runs
@@ -117,9 +118,17 @@ def assert_gradients_of_the_step(two, rule, lora):
         if p.requires_grad:
             p.grad = first["gradients"][name]
     step_scope.check(model, step_scope.of(model, expected))
-    for layer, rows in first["rows"].items():
-        for name, x in rows.items():
-            assert torch.equal(x, second["rows"][layer][name]), f"{name} of layer {layer} differs between ranks"
+    for steps_back, of_layers in first["rows"].items():
+        model = step_scope.build(lora)
+        settings = {"fisher_samples": step_scope.SAMPLES, "fisher_scope": "step", "fisher_steps": steps_back}
+        isopo = ISOPO(model, rule, seed=42, **settings)
+        for step in range(step_scope.STEPS):
+            step_scope.run_step(model, isopo, step_scope.batch_of(step), [16])
+        one = isopo.state_dict()["rows"]["rows"]
+        for layer, rows in of_layers.items():
+            for name, x in rows.items():
+                assert torch.equal(x, second["rows"][steps_back][layer][name]), f"{name} of {layer} differs"
+                torch.testing.assert_close(x, one[layer][name], rtol=1e-9, atol=1e-12)
 
 
 def test_ranks_that_cut_a_step_in_their_own_ways_have_the_gradients_of_the_definition(results, monkeypatch):
