@@ -22,7 +22,7 @@ class Watched(ISOPOTrainer):
     """Keeps what is generated, and what reaches the loss, microbatch by microbatch."""
 
     def __init__(self, *args, **kwargs):
-        self.generations, self.microbatches = [], []
+        self.generations, self.microbatches, self.numbers = [], [], []
         super().__init__(*args, **kwargs)
 
     def _generate_and_score_completions(self, inputs):
@@ -32,6 +32,7 @@ class Watched(ISOPOTrainer):
 
     def _compute_loss(self, model, inputs):
         self.microbatches.append([key(inputs, row) for row in range(len(inputs["advantages"]))])
+        self.numbers.append(inputs["prompt_numbers"].tolist())
         return super()._compute_loss(model, inputs)
 
 
@@ -72,6 +73,17 @@ def test_a_microbatch_holds_whole_groups_and_every_sequence_is_used_once_per_ite
         in_order = list(range(8))
         assert orders[0] != orders[1] and in_order not in orders
         assert sorted(orders[0]) == sorted(orders[1]) == in_order
+
+
+def test_the_numbers_of_prompts_tell_sequences_of_one_prompt_from_others(watched):
+    for start in (0, 8):
+        microbatches, numbers = watched.microbatches[start : start + 8], watched.numbers[start : start + 8]
+        pairs = {
+            (number, prompt)
+            for microbatch, row in zip(microbatches, numbers, strict=True)
+            for (prompt, _), number in zip(microbatch, row, strict=True)
+        }
+        assert len(pairs) == len(dict(pairs)) == len({prompt for _, prompt in pairs}) == 8
 
 
 def test_groups_are_drawn_from_the_same_random_stream_and_all_orders_come():

@@ -158,6 +158,7 @@ def test_a_layer_frozen_before_the_first_backward_is_named():
         ({"attention_mask": MASK[0]}, r"\[B, T\]"),
         ({"attention_mask": torch.ones(3, 4)}, r"of shape \[3\], one per row, got \[2\]"),
         ({"sequence_ids": torch.full((1, 4), 2)}, "names sequence 2"),
+        ({"attention_mask": MASK, "prompts": torch.arange(3)}, r"`prompts` .* shape \[2\], got \[3\]"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(arguments, message):

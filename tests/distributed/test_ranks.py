@@ -188,7 +188,9 @@ def test_the_completions_of_a_prompt_are_one_microbatch_of_one_rank(results):
         for microbatch in result["prompts"]:
             assert len(microbatch) == 4 and len(set(microbatch)) == 1, "a group is cut"
     everywhere = [microbatch[0] for result in two for microbatch in result["prompts"]]
-    assert len(set(everywhere)) == len(everywhere)
+    assert len({prompt for prompt, _ in everywhere}) == 6
+    # The first two microbatches of both ranks are one generation
+    assert len({number for result in two for microbatch in result["prompts"][:2] for _, number in microbatch}) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("skipped")])

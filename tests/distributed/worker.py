@@ -140,7 +140,7 @@ def resumed(output, rule, weights):
 
 
 def grouped(output, rule, weights):
-    """The prompts of the sequences in each microbatch of this rank, and the numbers of generated sequences."""
+    """Prompt and its number of the sequences in each microbatch of this rank; the numbers of generated sequences."""
     prompts, generated = [], []
 
     class Watched(ISOPOTrainer):
@@ -149,8 +149,8 @@ def grouped(output, rule, weights):
             return super()._generate_and_score_completions(inputs)
 
         def _compute_loss(self, model, inputs):
-            rows = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
-            prompts.append([tuple(ids[mask != 0].tolist()) for ids, mask in rows])
+            rows = zip(inputs["prompt_ids"], inputs["prompt_mask"], inputs["prompt_numbers"].tolist(), strict=True)
+            prompts.append([(tuple(ids[mask != 0].tolist()), number) for ids, mask, number in rows])
             return super()._compute_loss(model, inputs)
 
     trainer(output, rule, weights, kind=Watched, group_microbatches=True, steps_per_generation=2).train()
