@@ -161,7 +161,11 @@ def in_float32(trainer: Any) -> Iterator[None]:
         if accelerator.native_amp and wide and not fused and not accelerator.is_fsdp2:
             loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
             loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
-            loans.enter_context(trl_seam.borrowed(torch.backends.cuda.matmul, fp32_precision="tf32"))
+            products = torch.backends.cuda.matmul
+            new = hasattr(products, "fp32_precision")  # from PyTorch 2.9 on
+            loans.enter_context(
+                trl_seam.borrowed(products, **({"fp32_precision": "tf32"} if new else {"allow_tf32": True}))
+            )
         yield
 
 

@@ -185,6 +185,18 @@ def test_sequences_taken_out_of_their_batch_are_scored_as_in_it(float64_througho
     torch.testing.assert_close(own[mask], found[mask])
 
 
+def test_sequences_are_taken_out_of_all_microbatches_of_a_step(tmp_path):
+    trainer = training.prepared(training.build(tmp_path, "qwen3", log_step_kl=True, step_kl_share=0.5), accumulation=2)
+    kl = trainer.step_control.kl
+    batches = [trl_seam.Batch(oracle.random_batch([3] * 5, [4] * 5, 50, seed=seed).for_trl()) for seed in (0, 1)]
+    for batch in batches:
+        kl.note(batch)
+    taken = torch.cat([batch["completion_ids"] for batch in kl._batches])
+    places = drawn(10, 0.5, 0, trainer.args.seed)
+    assert len(places) == 5
+    assert torch.equal(taken, torch.cat([batch["completion_ids"] for batch in batches])[places])
+
+
 def test_empty_completions_are_measured_as_nothing(tmp_path):
     trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
     batch = trl_seam.Batch(oracle.random_batch([3, 2], [0, 0], 50).for_trl())
