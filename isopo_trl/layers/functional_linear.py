@@ -21,6 +21,10 @@ from .linear import LinearLayer, _Linear
 from .parameter_lora import Factor, check_active
 
 
+# The function that modules mean, whatever bears its name: DeepSpeed's ZeRO-3 puts another in its place, and leaves it
+LINEAR = torch._C._nn.linear
+
+
 class FunctionalLinearLayer(LinearLayer):
     """`y = W a + b` inside of a module's forward."""
 
@@ -117,9 +121,17 @@ class LinearCalls(TorchFunctionMode):
         self.weight, self.product, self.number = weight, product, 0
         self._node = torch.autograd.graph.get_gradient_edge(weight).node
 
+    def __enter__(self):
+        self._named, torch.nn.functional.linear = torch.nn.functional.linear, LINEAR
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.nn.functional.linear = self._named
+        return super().__exit__(*error)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.nn.functional.linear:
+        if func is LINEAR:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             if self._is_weight(weight):
                 self.number += 1

@@ -142,9 +142,10 @@ def test_ratios_are_cut_as_on_one_rank(name, results):
     (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
     figure = {"c": "cispo_clip_ratio", "g": "clip_ratio/region_mean", "v": "vespo/phi_seq_mean"}[name.split("-")[3][0]]
     expected = [line[figure] for line in one["logs"]]
-    assert any(0 < value for value in expected) and not any(value == 1 for value in expected)
-    for result in ranks(results, 2, name):
-        assert [line[figure] for line in result["logs"]] == pytest.approx(expected, rel=1e-5)
+    first, second = ([line[figure] for line in result["logs"]] for result in ranks(results, 2, name))
+    assert first == second and any(value > 0 for value in first) and 1 not in first
+    if not name.endswith("cispo"):  # of whose tokens TRL counts those of all ranks together, microbatches one by one
+        assert first == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_unscaled_term_is_not_without_effect(results):

@@ -87,6 +87,17 @@ def test_a_weight_that_is_cast_before_the_product_is_known_again():
     torch.testing.assert_close(module.weight.grad, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_product_is_known_where_deepspeed_has_put_its_own_function(monkeypatch):
+    def another(x, weight, bias=None):
+        return x @ weight.T + (0 if bias is None else bias)
+
+    module = example(Plain)
+    monkeypatch.setattr(F, "linear", another)
+    assert calls_linear_once(module)
+    harness.check(module, harness.inputs_of(module, B, T), "fisher", packed=False)
+    assert F.linear is another
+
+
 def test_a_router_that_is_told_more_than_the_hidden_states_is_known():
     assert calls_linear_once(example(Corrected))
 
