@@ -3,7 +3,8 @@ Every family of causal language models that transformers can build, tiny, agains
 weights, with LoRA, and with both kinds of gradient checkpointing.
 
 `python -m tests.architectures` examines all of them, and those of [`~tests.vision_families`], and writes the tables in
-`docs/architectures.md`; given names of families, it examines those and prints their lines.
+`docs/architectures.md`; given names of families, it examines those and writes their
+lines.
 
 For the rule `none`, what is expected needs nothing but autograd: each sequence is run alone, and each parameter's
 gradients are added up with the advantages. For `fisher`, every module with trained parameters is called again on each
@@ -149,7 +150,7 @@ def shrunk(config_class, own=None, known=VALUES):
     for name in getattr(config_class, "sub_configs", {}):
         of_default = getattr(default, name, None)
         part = type(of_default) if of_default is not None else config_class.sub_configs[name]
-        if of_default is None and name != "vision_config":
+        if of_default is None and name not in known:
             continue
         if inspect.isclass(part) and issubclass(part, PreTrainedConfig):
             values[name] = shrunk(part, (own or {}).get(name), known)
@@ -384,7 +385,7 @@ def row(name, outcomes):
     first, *others = outcomes.items()
     said = {first[1].reason: []} if first[1].reason else {}
     for way, outcome in others:
-        if outcome.reason:
+        if outcome.reason and outcome.reason != first[1].reason:
             said.setdefault(outcome.reason, []).append(way)
     notes = [f"{' and '.join(ways)}: {reason}" if ways else reason for reason, ways in said.items()]
     kinds = ", ".join(sorted(f"`{kind}`" for kind in first[1].kinds))
@@ -645,13 +646,22 @@ def write(name, lines):
     PAGE.write_text("\n".join([text.split(begin)[0] + begin, "", *lines, "", end]) + text.split(end)[1])
 
 
-def counted(title, outcomes, ways):
-    """How many families came out how, in words."""
+def cells(line):
+    """Those of a line of a table: the family, a verdict for each way of training, the rest."""
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def write_rows(name, title, ways, rows):
+    """Put lines, by family, in the place of those that the table has, and count how they all came out."""
+    rows = {cells(line)[0]: line for line in table(name) if line.startswith("| ")} | rows
+    rows.pop("family", None)
     counts = []
-    for way in ways:
-        verdicts = Counter(of_family[way].verdict for of_family in outcomes.values())
+    for number, way in enumerate(ways, 1):
+        verdicts = Counter(cells(line)[number] for line in rows.values())
         counts.append(f"{way}: " + ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common() if verdict))
-    return [f"{len(outcomes)} {title}. " + "; ".join(counts) + "."]
+    head = [f"| family | {' | '.join(ways)} | kinds of layers | |", "|---" * (len(ways) + 3) + "|"]
+    said = f"{len(rows)} families of {title}. {'; '.join(counts)}."
+    write(name, [said, "", *head, *(rows[family] for family in sorted(rows))])
 
 
 def main(names):
@@ -660,26 +670,20 @@ def main(names):
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    vision = vision_families
     sweeps = {
-        "causal": ("families of causal language models", FAMILIES, examine, WAYS),
-        "vision": (
-            "families of vision-language models",
-            vision_families.FAMILIES,
-            vision_families.examine,
-            vision_families.WAYS,
-        ),
+        "causal": ("causal language models", WAYS, FAMILIES, examine),
+        "vision": ("vision-language models", vision.WAYS, vision.FAMILIES, vision.examine),
     }
     with float64_throughout():
-        for key, (title, families, examined, ways) in sweeps.items():
-            outcomes = {}
+        for name, (title, ways, families, examined) in sweeps.items():
+            rows = {}
             for family in families:
                 if not names or family in names:
-                    outcomes[family] = examined(family)
-                    print(row(family, outcomes[family]), flush=True)
-            if not names:
-                head = [f"| family | {' | '.join(ways)} | kinds of layers | |", "|---" * (len(ways) + 3) + "|"]
-                rows = [row(family, of_family) for family, of_family in outcomes.items()]
-                write(key, [*counted(title, outcomes, ways), "", *head, *rows])
+                    rows[family] = row(family, examined(family))
+                    print(rows[family], flush=True)
+            if rows:
+                write_rows(name, title, ways, rows)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isopo_trl import ISOPO
-from tests import architectures
+from tests import architectures, vision_families
 
 
 # By what stands out in them: recurrence, experts, a head that is called `decoder`, learned positions, norms over heads
@@ -19,16 +19,17 @@ QUICK = [
     "persimmon",
     "roc_bert",
 ]
+QUICK_WITH_IMAGES = ["llava", "qwen2_vl"]  # pixels, and patches in a grid
 VERDICTS = {"exact", "refused", "fails", "not examined", ""}
 
 
 def lines(table):
     """Cells of a table's lines by family: a verdict for each way of training, then the rest."""
-    rows = [line.strip("| ").split(" | ") for line in architectures.table(table) if line.startswith("| ")]
-    return {name: [cell.strip() for cell in cells] for name, *cells in rows[1:]}
+    rows = [architectures.cells(line) for line in architectures.table(table) if line.startswith("| ")]
+    return {name: rest for name, *rest in rows[1:]}
 
 
-LINES = lines("causal")
+LINES, WITH_IMAGES = lines("causal"), lines("vision")
 
 
 def check(outcomes, cells):
@@ -55,10 +56,27 @@ def test_no_other_family_has_a_wrong_gradient(family):
         check(outcomes, LINES[family])
 
 
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in QUICK_WITH_IMAGES else pytest.mark.slow)
+        for family in vision_families.FAMILIES
+    ],
+)
+def test_a_family_with_images_is_what_the_table_says(family):
+    outcomes = vision_families.examine(family)
+    assert not [outcome.reason for outcome in outcomes.values() if outcome.verdict == "WRONG"]
+    if family in WITH_IMAGES:
+        check(outcomes, WITH_IMAGES[family])
+
+
 def test_the_tables_have_no_wrong_gradient():
-    assert len(LINES) > 100
-    for name, cells in LINES.items():
-        assert VERDICTS.issuperset(cells[: len(architectures.WAYS)]), name
+    assert len(LINES) > 100 and len(WITH_IMAGES) > 50
+    for table, ways in ((LINES, architectures.WAYS), (WITH_IMAGES, vision_families.WAYS)):
+        for name, cells in table.items():
+            assert VERDICTS.issuperset(cells[: len(ways)]), name
 
 
 @pytest.mark.usefixtures("float64_throughout")

@@ -37,6 +37,7 @@ SIZES = {
 }
 SIZES[32] += " projector_input_dim projector_output_dim mm_hidden_size projection_hidden_size base_channels"
 KNOWN = VALUES | {name: value for value, names in SIZES.items() for name in names.split()}
+KNOWN["vision_config"] = None  # of small sizes, where it is none by default
 KNOWN |= {"image_grid_pinpoints": [[SIDE, SIDE]], "projector_patch_to_query_dict": {(SIDE // PATCH) ** 2: 4}}
 
 _MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}}

@@ -170,10 +170,14 @@ class SequenceGroup(Layer):
         B, T = shape
         if B == 1 or not isinstance(self.module, nn.Embedding):
             return output
-        leading = tuple(output.shape[:-1])
-        if leading == (T,) and T != B:
-            self.has_no_rows = True
-        return output.expand(B, T, -1) if leading == (1, T) or (leading == (T,) and self.has_no_rows) else output
+
+        def with_rows(y: Any) -> Any:
+            leading = tuple(y.shape[:-1]) if isinstance(y, torch.Tensor) and y.is_floating_point() else ()
+            if leading == (T,) and T != B:
+                self.has_no_rows = True
+            return y.expand(B, T, -1) if leading == (1, T) or (leading == (T,) and self.has_no_rows) else y
+
+        return pytree.tree_map(with_rows, output)
 
     def _verify_whole(self, taking: list[tuple[Layer, Place]]) -> None:
         for layer, (holder, name) in taking:

@@ -30,27 +30,36 @@ from .parameter_lora import Factor, check_active
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
 _DESCRIPTION = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "config")
-# What those of Llama 4, which do not describe themselves, would say
-_DENSE: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": True}
+# What those that do not describe themselves would say; for Llama 4's, see `is_dense`
+_UNSAID: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": False}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module describes itself as transformers' experts do."""
-    return all(hasattr(module, name) for name in _DESCRIPTION) or is_dense(module)
+    """Whether the module describes itself as transformers' experts do, or has the same two stacks."""
+    return all(hasattr(module, name) for name in _DESCRIPTION) or _has_stacks(module)
 
 
 def is_dense(module: nn.Module) -> bool:
     """
-    Whether it is a stack as in Llama 4, which is called with every position at every expert, `[E N, d]`, the experts
-    that a position was not sent to with zeros.
+    Whether it is a stack as in Llama 4, transposed, which is called with every position at every expert, `[E N, d]`,
+    the experts that a position was not sent to with zeros.
     """
+    return _has_stacks(module) and hasattr(module, "act_fn") and not hasattr(module, "_apply_gate")
+
+
+def _has_stacks(module: nn.Module) -> bool:
     stacks = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
-    others = hasattr(module, "num_experts") and hasattr(module, "act_fn") and not hasattr(module, "_apply_gate")
-    return others and all(stack is not None and len(full_shape(stack)) == 3 for stack in stacks)
+    return hasattr(module, "num_experts") and all(s is not None and len(full_shape(s)) == 3 for s in stacks)
 
 
 def _says(module: Any, word: str) -> Any:
-    return getattr(module, word, _DENSE[word])
+    if word == "is_transposed" and not hasattr(module, "_apply_gate"):
+        return True
+    return getattr(module, word, _UNSAID[word])
+
+
+def _implementation(module: Any) -> str | None:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 class ExpertStack(Layer):
@@ -241,7 +250,7 @@ def experts_output(
     """
     up, down = matrices(module)
     y = product(up, _SentToExperts.apply(x, routing))
-    y = product(down, module._apply_gate(y) if module.has_gate else module.act_fn(y))
+    y = product(down, module._apply_gate(y) if _says(module, "has_gate") else module.act_fn(y))
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * weights.reshape(-1).gather(0, routing.order).unsqueeze(1)
@@ -285,7 +294,7 @@ class _SummedByPosition(torch.autograd.Function):
 
 def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
     """As the module's implementation would before the product: grouped ones know nothing of autocast."""
-    if getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm":
+    if _implementation(module) == "grouped_mm":
         return x.to(W.dtype), W, bias
     x, W, bias = autocast(x, W, bias)
     return x.to(W.dtype), W, bias
@@ -337,7 +346,7 @@ def _gradients(
 def check_experts(module: Any) -> None:
     """Raise [`Unsupported`] unless the module computes what [`experts_output`] does."""
     kind = type(module).__name__
-    implementation = None if is_dense(module) else module.config._experts_implementation
+    implementation = _implementation(module)
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name)
         raise Unsupported(

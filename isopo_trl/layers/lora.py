@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import Layer, apart, autocast, has_own_forward, layer_backward
+from .layer import Layer, autocast, has_own_forward, layer_backward
 from .linear import LinearLayer, linear_gradient
 
 
@@ -115,7 +115,7 @@ class _LoRA(torch.autograd.Function):
         h = torch.addmm(A[0, 0], rows, A.t(), beta=0, alpha=scaling)
         y = torch.nn.functional.linear(rows, weight, bias).addmm_(h, B.t())
         ctx.save_for_backward(rows, h, weight, A, B)
-        return apart(y.view(*x.shape[:-1], -1))
+        return y.resize_(*x.shape[:-1], y.shape[1])  # no view, with which a model could not go on in place
 
     @staticmethod
     @layer_backward
