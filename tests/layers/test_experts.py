@@ -255,8 +255,37 @@ class Ungated(torch.nn.Module):
         return torch.stack(rows)
 
 
-def test_experts_without_a_gate_have_the_gradient_of_the_definition():
-    experts = Ungated(SimpleNamespace(_experts_implementation="eager")).double()
+class Undescribed(torch.nn.Module):
+    """Experts that say nothing of themselves but have the usual stacks, as in Step 3.7."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 5
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(5, 8, 6))
+        self.down_proj = torch.nn.Parameter(torch.empty(5, 6, 4))
+
+    def _apply_gate(self, y):
+        gate, up = y.chunk(2, dim=-1)
+        return gate.tanh() * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        rows = [
+            sum(
+                w * (self.down_proj[e] @ self._apply_gate(self.gate_up_proj[e] @ x))
+                for e, w in zip(of_x, weights, strict=True)
+            )
+            for x, of_x, weights in zip(hidden_states, top_k_index, top_k_weights, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Ungated(SimpleNamespace(_experts_implementation="eager")), Undescribed],
+    ids=["ungated", "undescribed"],
+)
+def test_experts_of_other_forms_have_the_gradient_of_the_definition(make):
+    experts = make().double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in experts.parameters():
