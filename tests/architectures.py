@@ -482,7 +482,7 @@ def compared(case, expected=None):
                 else:
                     known[rule], trusted = fisher(case.model, case.batch, case.single, isopo)
                     if trusted:
-                        notes.append(f"`fisher` held against its own coefficients at {places(trusted)}")
+                        notes.append(f"{TRUSTED} {places(trusted)}")
         except Exception as error:
             return Outcome("not examined", f"what {rule} must give cannot be computed here: {told(error)}"), {}
         trained = [name for name, p in case.model.named_parameters() if p.requires_grad]
@@ -550,6 +550,7 @@ def with_lora(make):
     return model.to(torch.float64).train()
 
 
+TRUSTED = "`fisher` held against its own coefficients at"
 WAYS = ("full", "LoRA", "reentrant", "not reentrant")
 
 
@@ -576,8 +577,9 @@ def examine(family, ways=WAYS):
             outcomes["LoRA"] = Outcome("not examined", f"PEFT does not adapt it: {told(error)}")
         else:
             outcomes["LoRA"] = adapted if isinstance(adapted, Outcome) else compared(adapted)[0]
-            if outcomes["LoRA"].verdict == "exact":
-                outcomes["LoRA"].reason = ""
+            if outcomes["LoRA"].verdict == "exact":  # the rest is said of the full weights
+                parts = outcomes["LoRA"].reason.split("; ")
+                outcomes["LoRA"].reason = "; ".join(part for part in parts if part.startswith(TRUSTED))
     for way, reentrant in (("reentrant", True), ("not reentrant", False)):
         if way in ways and expected:
             outcomes[way] = checkpointed(case, expected, reentrant)
