@@ -321,8 +321,9 @@ class ISOPO:
             )
 
     def _verify_visits(self, visits: list[int]) -> None:
-        allowed = (0, 1) if self._every_layer_was_reached else (1,)
-        wrong = [(layer, times) for layer, times in zip(self._places, visits, strict=True) if times not in allowed]
+        least = 0 if self._every_layer_was_reached else 1
+        pairs = zip(self._places, visits, strict=True)
+        wrong = [(layer, times) for layer, times in pairs if not (0 if layer.is_alias else least) <= times <= 1]
         wrong = list(dict.fromkeys(wrong))  # a stack is one layer here
         if wrong:
             listed = "; ".join(f"{', '.join(parameter_names(layer))}: {times} times" for layer, times in wrong[:10])

@@ -1,8 +1,10 @@
 """
-Every family of causal language models that transformers can build, tiny, against the definition in float64.
+Every family of causal language models that transformers can build, tiny, against the definition in float64: with full
+weights, with LoRA, and with both kinds of gradient checkpointing.
 
-`python -m tests.architectures` examines all of them and writes the table in `docs/architectures.md`; given names of
-families, it examines those and prints their lines.
+`python -m tests.architectures` examines all of them, and those of [`~tests.vision_families`], and writes the tables in
+`docs/architectures.md`; given names of families, it examines those and writes their
+lines.
 
 For the rule `none`, what is expected needs nothing but autograd: each sequence is run alone, and each parameter's
 gradients are added up with the advantages. For `fisher`, every module with trained parameters is called again on each
@@ -17,10 +19,13 @@ import signal
 import sys
 import traceback
 import warnings
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,14 +33,14 @@ from transformers.utils import logging
 
 import isopo_trl
 from isopo_trl import ISOPO
+from isopo_trl.layers.experts import is_dense, is_experts
 from tests import mixtures, oracle
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
-BEGIN, END = "<!-- written by `python -m tests.architectures` -->", "<!-- end -->"
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 TOLERANCE = 1e-9
-LARGEST = 8_000_000  # parameters of a model that counts as tiny
+LARGEST = 12_000_000  # parameters of a model that counts as tiny
 SECONDS = 60  # that a family may take
 
 # Lengths that are no size of a model: an axis of that many is one of positions
@@ -75,7 +80,14 @@ VALUES = {name: value for value, names in SIZES.items() for name in names.split(
 VALUES |= {"bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "decoder_start_token_id": 1}
 
 # What else a family needs to be tiny, and to have each of its kinds of layers
+_INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 8, "budget": 8, "compress_ratio": 4}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 OWN: dict[str, dict] = {
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "qwen4_exp": {"text_config": {f"indexer_{name}": value for name, value in _INDEXER.items()}},
+    "qwen4_exp_text": {f"indexer_{name}": value for name, value in _INDEXER.items()},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -109,17 +121,21 @@ class NotTiny(Exception):
     """The configuration has sizes that are not known here."""
 
 
-def shrunk(config_class, own=None):
-    """A configuration of small sizes, with one layer of each type; those of a model's parts (text, vision) as well."""
+def shrunk(config_class, own=None, known=VALUES):
+    """
+    A configuration of the `known` small sizes, with one layer of each type; those of a model's parts (text, vision) as
+    well. `own` is what is set beside, by name, that of a part under the part's name.
+    """
     default = config_class()
     fields = {}
     for cls in config_class.__mro__:
         if issubclass(cls, PreTrainedConfig):
             fields |= dict.fromkeys(inspect.signature(cls.__init__).parameters)
             fields |= dict.fromkeys(getattr(cls, "__annotations__", {}))
-    values = {name: value for name, value in VALUES.items() if name in fields}
+    values = {name: value for name, value in known.items() if name in fields}
     for name in fields:
-        if "dropout" in name or name.endswith(("pdrop", "layerdrop", "jitter_noise")):
+        drops = "dropout" in name or name.endswith(("pdrop", "layerdrop", "jitter_noise", "drop_path_rate"))
+        if drops and not isinstance(getattr(default, name, None), bool):
             values[name] = 0 if type(getattr(default, name, None)) is int else 0.0
     if "qk_nope_head_dim" in values:  # latent attention: a key per head
         latent = {"head_dim": values.get("qk_rope_head_dim"), "num_key_value_heads": 4, "qk_head_dim": 12}
@@ -133,21 +149,29 @@ def shrunk(config_class, own=None):
             values["mlp_layer_types"] = (kinds * len(types) * 2)[: values["num_hidden_layers"]]
     for name in getattr(config_class, "sub_configs", {}):
         of_default = getattr(default, name, None)
-        if isinstance(of_default, PreTrainedConfig):
-            values[name] = shrunk(type(of_default))
-    return config_class(**{**values, **(own or {})})
+        part = type(of_default) if of_default is not None else config_class.sub_configs[name]
+        if of_default is None and name not in known:
+            continue
+        if inspect.isclass(part) and issubclass(part, PreTrainedConfig):
+            values[name] = shrunk(part, (own or {}).get(name), known)
+    own = {name: value for name, value in (own or {}).items() if not isinstance(values.get(name), PreTrainedConfig)}
+    return config_class(**{**values, **own})
 
 
 def build(family):
+    """A tiny model of a family."""
+    return from_config(AutoModelForCausalLM, shrunk(CONFIG_MAPPING[family], OWN.get(family)))
+
+
+def from_config(auto_class, config):
     """A tiny model in float64 whose numbers are all random; raises [`NotTiny`] before it makes a large one."""
-    config = shrunk(CONFIG_MAPPING[family], OWN.get(family))
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in auto_class.from_config(config).parameters())
     if size > LARGEST:
         raise NotTiny(f"{size:,} parameters")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config).to(torch.float64)
+        model = auto_class.from_config(config).to(torch.float64)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn_like(p))
@@ -176,7 +200,8 @@ class Alone:
     calls: list[dict]  # by unit: (args, kwargs, outputs) of its calls
 
 
-def alone(model, batch, weights, columns_as_positions=False):
+def alone(model, batch, weights, columns_as_positions=False, further=None):
+    """`further(s, columns)` are the inputs of sequence `s`, in those columns of the batch, beside its tokens."""
     found = Alone([], [], [])
     every = mixtures.units(model)
     P = batch.prompt_ids.shape[1]
@@ -205,6 +230,7 @@ def alone(model, batch, weights, columns_as_positions=False):
         try:
             model.zero_grad()
             inputs = {"position_ids": columns.unsqueeze(0)} if columns_as_positions else {}
+            inputs |= {} if further is None else further(s, columns)
             loss = loss_of(model, ids, torch.ones_like(ids), here, **inputs)
             loss.backward()
         finally:
@@ -228,13 +254,16 @@ def position_gradients(unit, calls, positions):
         raise NotImplementedError(f"{len(calls)} calls")
     ((args, kwargs, outputs),) = calls
     parameters = list(unit.parameters.values())
+    stack = getattr(unit.called, "get_base_layer", lambda: unit.called)()
+    experts = stack.num_experts if is_dense(stack) else 1
     rows = []
     for t in range(positions):
         ys = unit.called(
-            *[_at(x, t, positions) for x in args], **{name: _at(x, t, positions) for name, x in kwargs.items()}
+            *[_at(x, t, positions, experts) for x in args],
+            **{name: _at(x, t, positions, experts) for name, x in kwargs.items()},
         )
         pairs = [
-            (y, _at(whole.grad, t, positions))
+            (y, _at(whole.grad, t, positions, experts))
             for y, whole in zip(ys if isinstance(ys, tuple) else (ys,), outputs, strict=True)
             if isinstance(whole, torch.Tensor) and whole.grad is not None
         ]
@@ -247,9 +276,11 @@ def position_gradients(unit, calls, positions):
     return torch.stack(rows)
 
 
-def _at(x, t, positions):
+def _at(x, t, positions, experts=1):
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         return x
+    if experts > 1:  # all positions of one expert, then those of the next
+        return x.view(experts, positions, -1)[:, t]
     axes = [axis for axis, size in enumerate(x.shape) if size == positions]
     if not axes:  # the same for all positions; what is not is noticed by the sum over them
         return x
@@ -278,7 +309,7 @@ def fisher(model, batch, single, isopo):
             expected[names[p]] = expected.get(names[p], 0) + part.view_as(p)
 
     for layer in isopo.layers:
-        if layer.kind == "any module":
+        if layer.kind == "any module" and layer.place_names()[0] in multipliers:  # else a second name, never used
             parameters = [holder.get_parameter(name) for holder, name in layer.places]
             if any(_shared(model, p) for p in parameters):
                 raise NotImplementedError(f"{layer.name} shares a parameter, and autograd gives the sum of its uses")
@@ -287,7 +318,9 @@ def fisher(model, batch, single, isopo):
             done |= set(parameters)
     for name, unit in mixtures.units(model).items():
         parameters = list(unit.parameters.values())
-        if done.issuperset(parameters):
+        inside = {p for child in unit.called.children() for p in child.parameters()}
+        second = inside.intersection(unit.called.parameters(recurse=False))  # that a module inside has as well
+        if done.issuperset(parameters) or second.issuperset(parameters):
             continue
         V = None
         try:
@@ -340,64 +373,96 @@ def worst_error(found, expected, names):
     return errors[worst], worst
 
 
-def unused(model, batch, weights):
-    """Names of parameters that the loss does not reach."""
-    model.zero_grad()
-    loss_of(model, batch.input_ids, batch.attention_mask, weights).backward()
-    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+@dataclass
+class Outcome:
+    verdict: str  # "exact", "refused", "fails" (an error that is not ISOPO's), "not examined", "WRONG", "" (has none)
+    reason: str = ""
+    kinds: set = field(default_factory=set)
+
+
+def row(name, outcomes):
+    """A line of the table: the verdict of each way of training, the kinds of layers, and what is to be said."""
+    first, *others = outcomes.items()
+    said = {first[1].reason: []} if first[1].reason else {}
+    for way, outcome in others:
+        if outcome.reason and outcome.reason != first[1].reason:
+            said.setdefault(outcome.reason, []).append(way)
+    notes = [f"{' and '.join(ways)}: {reason}" if ways else reason for reason, ways in said.items()]
+    kinds = ", ".join(sorted(f"`{kind}`" for kind in first[1].kinds))
+    cells = [name, *(outcome.verdict for outcome in outcomes.values()), kinds, "; ".join(notes).replace("|", ",")]
+    return f"| {' | '.join(cells)} |"
 
 
 @dataclass
-class Outcome:
-    verdict: str  # "exact", "refused", "fails" (an error that is not ISOPO's), "not examined", "WRONG"
-    reason: str = ""
-    kinds: str = ""
+class Case:
+    """A model, a batch for it, and what the sequences alone give."""
 
-    def row(self, family):
-        return f"| {family} | {self.verdict} | {self.kinds} | {self.reason.replace('|', ',')} |"
+    model: torch.nn.Module
+    batch: oracle.Batch
+    weights: torch.Tensor
+    counted: bool  # whether positions are the columns of the padded batch
+    single: Alone
+    notes: list[str]
+
+    def backward(self):
+        """The gradients of the whole batch, by name."""
+        self.model.zero_grad()
+        batch = self.batch
+        loss_of(self.model, batch.input_ids, batch.attention_mask, self.weights, **batch.extra).backward()
+        found = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad()
+        return found
 
 
-def examine(family):
-    """What becomes of a family: both rules, full weights."""
-    try:
-        with _limit():
-            model = build(family)
-    except Exception as error:
-        return Outcome("not examined", f"its small configuration is not built: {_first(error)}")
-    notes = []
-    for lengths, counted in ((RAGGED, False), (RAGGED, True), (EQUAL, False)):
+LAYOUTS = ((RAGGED, False), (RAGGED, True), (EQUAL, False))
+
+
+def prepared(model, layouts=LAYOUTS):
+    """
+    The [`Case`] of a model with a layout of the batch in which a sequence alone has the loss that it has in the batch;
+    what the loss does not reach is frozen. An [`Outcome`] where there is none.
+    """
+    idle = []
+    for lengths, counted in layouts:
         batch = oracle.random_batch(*lengths, 100)
-        weights = oracle.token_weights(batch)
+        case = Case(model, batch, oracle.token_weights(batch), counted, Alone([], [], []), [])
         try:
-            with _limit():
-                idle = unused(model, batch, weights)
-                single = alone(model, batch, weights, counted)
-                whole = loss_of(model, batch.input_ids, batch.attention_mask, weights).item()
+            with limits():
+                reached = case.backward()
+                for name, p in model.named_parameters():
+                    if p.requires_grad and name not in reached:
+                        idle.append(name)
+                        p.requires_grad_(False)
+                case.single = alone(model, batch, case.weights, counted)
+                whole = loss_of(model, batch.input_ids, batch.attention_mask, case.weights).item()
         except Exception as error:
-            failure = Outcome("not examined", f"its small configuration does not run: {_first(error)}")
+            failure = Outcome("not examined", f"its small configuration does not run: {told(error)}")
             continue
-        if abs(sum(single.losses) - whole) <= 1e-10 * max(abs(whole), 1):
+        if abs(sum(case.single.losses) - whole) <= 1e-10 * max(abs(whole), 1):
             break
         failure = Outcome("not examined", "a sequence alone has another loss than in a batch")
     else:
         return failure
     if lengths is EQUAL:
-        notes.append("with sequences of equal length, since padding changes its loss")
-    for name, p in model.named_parameters():
-        if name in idle:
-            p.requires_grad_(False)
+        case.notes.append("with sequences of equal length, since padding changes its loss")
     if idle:
-        notes.append(f"{len(idle)} parameters take no part in the loss and are frozen: {_places(idle)}")
-        single = alone(model, batch, weights, counted)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    kinds = set()
+        case.notes.append(f"{len(idle)} parameters take no part in the loss and are frozen: {places(idle)}")
+    return case
+
+
+def compared(case, expected=None):
+    """
+    What ISOPO does with a case, and what it was held against, by rule; that may be given, where the case is another
+    way to compute the same.
+    """
+    kinds, notes, known = set(), list(case.notes), {}
     for rule in ("none", "fisher"):
         try:
-            with _limit():
-                isopo = ISOPO(model, rule, fisher_samples=10_000)
+            with limits():
+                isopo = ISOPO(case.model, rule, fisher_samples=10_000)
                 try:
-                    with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-                        loss_of(model, batch.input_ids, batch.attention_mask, weights).backward()
+                    with isopo.microbatch(case.batch.advantages, attention_mask=case.batch.attention_mask):
+                        found = case.backward()
                 finally:
                     isopo.detach()
         except Exception as error:
@@ -406,53 +471,154 @@ def examine(family):
                 isinstance(error, (ValueError, RuntimeError))
                 and own in traceback.extract_tb(error.__traceback__)[-1].filename
             )
-            return Outcome("refused" if ours else "fails", "; ".join([_first(error), *notes]))
-        found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
+            return Outcome("refused" if ours else "fails", "; ".join([told(error), *notes])), {}
         kinds |= {layer.kind for layer in isopo.layers}
         try:
-            with _limit():
-                if rule == "none":
-                    expected = {}
-                    for s, gradients in enumerate(single.gradients):
-                        for name, gradient in gradients.items():
-                            expected[name] = expected.get(name, 0) + batch.advantages[s] * gradient
+            with limits():
+                if expected:
+                    known[rule] = expected[rule]
+                elif rule == "none":
+                    known[rule] = weighted_sum(case.single.gradients, case.batch.advantages)
                 else:
-                    expected, trusted = fisher(model, batch, single, isopo)
+                    known[rule], trusted = fisher(case.model, case.batch, case.single, isopo)
                     if trusted:
-                        notes.append(f"`fisher` held against its own coefficients at {_places(trusted)}")
+                        notes.append(f"{TRUSTED} {places(trusted)}")
         except Exception as error:
-            return Outcome("not examined", f"what {rule} must give cannot be computed here: {_first(error)}")
-        error, name = worst_error(found, expected, trained)
+            return Outcome("not examined", f"what {rule} must give cannot be computed here: {told(error)}"), {}
+        trained = [name for name, p in case.model.named_parameters() if p.requires_grad]
+        error, name = worst_error(found, known[rule], trained)
         if not error < TOLERANCE:
-            return Outcome("WRONG", "; ".join([f"{rule}, {name}: {error:.1e}", *notes]))
-    return Outcome("exact", "; ".join(notes), ", ".join(sorted(f"`{kind}`" for kind in kinds)))
+            return Outcome("WRONG", "; ".join([f"{rule}, {name}: {error:.1e}", *notes])), {}
+    return Outcome("exact", "; ".join(notes), kinds), known
 
 
-def _first(error):
+def weighted_sum(gradients, weights):
+    """`sum_s weights[s] gradients[s]` by name; a sequence may not reach every parameter."""
+    total = {}
+    for weight, of_sequence in zip(weights, gradients, strict=True):
+        for name, gradient in of_sequence.items():
+            total[name] = total.get(name, 0) + weight * gradient
+    return total
+
+
+def checkpointed(case, expected, reentrant):
+    """The same with gradient checkpointing."""
+    model = case.model
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return Outcome("")
+    try:
+        with limits():
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            plain = case.backward()
+        error, name = worst_error(plain, weighted_sum(case.single.gradients, torch.ones(3)), plain)
+        if not error < TOLERANCE:
+            return Outcome("not examined", f"its own gradient is another with checkpointing ({name}: {error:.0e})")
+    except Exception as error:
+        return Outcome("not examined", f"it does not run with checkpointing: {told(error)}")
+    else:
+        outcome, _ = compared(case, expected)
+        outcome.reason = "" if outcome.verdict == "exact" else outcome.reason
+        return outcome
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def with_lora(make):
+    """LoRA on all linear layers and stacks of experts of the model that `make` makes; no B is zero."""
+    model = make()
+    excluded = [  # more than a product: PEFT would add to a tuple
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and isinstance(module(module.weight.new_zeros(1, module.in_features)), tuple)
+    ]
+    if "mamba" in str(model).lower():  # PEFT refuses these where a model has Mamba's mixers
+        excluded += ["out_proj", "conv1d"]
+    settings = {"r": 2, "target_modules": "all-linear", "exclude_modules": excluded or None, "task_type": "CAUSAL_LM"}
+    stacks = {n for m in model.modules() if is_experts(m) for n, p in m.named_parameters() if p.dim() == 3}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(**settings))
+        if stacks and not any(isinstance(module, ParamWrapper) for module in model.modules()):
+            # PEFT takes those of some families for linear layers, and must be told of others
+            targets = [f"experts.{name}" for name in sorted(stacks)]
+            model = get_peft_model(make(), LoraConfig(**settings, target_parameters=targets))
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.add_(0.3 * torch.randn_like(p))
+    return model.to(torch.float64).train()
+
+
+TRUSTED = "`fisher` held against its own coefficients at"
+WAYS = ("full", "LoRA", "reentrant", "not reentrant")
+
+
+def examine(family, ways=WAYS):
+    """What becomes of a family, by the way in which it is trained: both rules each."""
+    outcomes = {}
+    try:
+        with limits():
+            model = build(family)
+    except Exception as error:
+        outcomes["full"] = Outcome("not examined", f"its small configuration is not built: {told(error)}")
+        return {way: outcomes.get(way, Outcome("")) for way in ways}
+    case = prepared(model)
+    if isinstance(case, Outcome):
+        return {way: case if way == "full" else Outcome("") for way in ways}
+    outcomes["full"], expected = compared(case)
+    if "LoRA" in ways:
+        try:
+            with limits():
+                adapted = prepared(
+                    with_lora(lambda: build(family)), [layout for layout in LAYOUTS if _is(layout, case)]
+                )
+        except Exception as error:
+            outcomes["LoRA"] = Outcome("not examined", f"PEFT does not adapt it: {told(error)}")
+        else:
+            outcomes["LoRA"] = adapted if isinstance(adapted, Outcome) else compared(adapted)[0]
+            if outcomes["LoRA"].verdict == "exact":  # the rest is said of the full weights
+                parts = outcomes["LoRA"].reason.split("; ")
+                outcomes["LoRA"].reason = "; ".join(part for part in parts if part.startswith(TRUSTED))
+    for way, reentrant in (("reentrant", True), ("not reentrant", False)):
+        if way in ways and expected:
+            outcomes[way] = checkpointed(case, expected, reentrant)
+    return {way: outcomes.get(way, Outcome("")) for way in ways}
+
+
+def _is(layout, case):
+    lengths, counted = layout
+    return counted == case.counted and len(case.batch.prompt_ids[0]) == max(lengths[0])
+
+
+def told(error):
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else ""
     return f"{type(error).__name__}: {text[:160]}{'...' if len(text) > 160 else ''}"
 
 
-def _places(names):
+def places(names):
     """The last parts of names, each once: layers repeat themselves."""
     found = sorted({".".join(part for part in name.split(".")[-2:] if not part.isdigit()) for name in names})
     return ", ".join(f"`{name}`" for name in found[:4]) + (" ..." if len(found) > 4 else "")
 
 
 @contextlib.contextmanager
-def _limit():
+def limits():
+    """No more than so many seconds, and in float64 also what models make themselves."""
+
     def stop(*_):
         raise TimeoutError(f"more than {SECONDS} s")
 
-    previous = signal.signal(signal.SIGALRM, stop)
+    previous, dtype = signal.signal(signal.SIGALRM, stop), torch.get_default_dtype()
     signal.alarm(SECONDS)
+    torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
+        torch.set_default_dtype(dtype)
 
 
 @contextlib.contextmanager
@@ -466,20 +632,60 @@ def float64_throughout():
         torch.Tensor.float, torch.float, torch.float32 = kept
 
 
+def _marks(name):
+    return f"<!-- {name}: written by `python -m tests.architectures` -->", f"<!-- end of {name} -->"
+
+
+def table(name):
+    """The lines of a table of the page."""
+    begin, end = _marks(name)
+    return PAGE.read_text().split(begin)[1].split(end)[0].splitlines()
+
+
+def write(name, lines):
+    begin, end = _marks(name)
+    text = PAGE.read_text()
+    PAGE.write_text("\n".join([text.split(begin)[0] + begin, "", *lines, "", end]) + text.split(end)[1])
+
+
+def cells(line):
+    """Those of a line of a table: the family, a verdict for each way of training, the rest."""
+    return [cell.strip() for cell in line.strip().strip("|").split(" | ")]
+
+
+def write_rows(name, title, ways, rows):
+    """Put lines, by family, in the place of those that the table has, and count how they all came out."""
+    rows = {cells(line)[0]: line for line in table(name) if line.startswith("| ")} | rows
+    rows.pop("family", None)
+    counts = []
+    for number, way in enumerate(ways, 1):
+        verdicts = Counter(cells(line)[number] for line in rows.values())
+        counts.append(f"{way}: " + ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common() if verdict))
+    head = [f"| family | {' | '.join(ways)} | kinds of layers | |", "|---" * (len(ways) + 3) + "|"]
+    said = f"{len(rows)} families of {title}. {'; '.join(counts)}."
+    write(name, [said, "", *head, *(rows[family] for family in sorted(rows))])
+
+
 def main(names):
+    from tests import vision_families  # which is made of what is here
+
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    rows = []
+    vision = vision_families
+    sweeps = {
+        "causal": ("causal language models", WAYS, FAMILIES, examine),
+        "vision": ("vision-language models", vision.WAYS, vision.FAMILIES, vision.examine),
+    }
     with float64_throughout():
-        for family in names or FAMILIES:
-            rows.append(examine(family).row(family))
-            print(rows[-1], flush=True)
-    if not names:
-        text = PAGE.read_text()
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        table = ["| family | | kinds of layers | |", "|---|---|---|---|", *rows]
-        PAGE.write_text("\n".join([head + BEGIN, "", *table, "", END]) + tail)
+        for name, (title, ways, families, examined) in sweeps.items():
+            rows = {}
+            for family in families:
+                if not names or family in names:
+                    rows[family] = row(family, examined(family))
+                    print(rows[family], flush=True)
+            if rows:
+                write_rows(name, title, ways, rows)
 
 
 if __name__ == "__main__":

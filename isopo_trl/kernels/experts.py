@@ -69,8 +69,12 @@ def _expert_overlap_kernel(
         for begin in range(first + part * BT, end, parts * BT):
             row = begin + tl.arange(0, BT)
             real = row < end
-            left = _row_products(g, STRIDE_G, row, real, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION)
-            right = _row_products(a, STRIDE_A, row, real, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION)
+            left = _row_products(
+                g, STRIDE_G, row, real, g, STRIDE_G, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION
+            )
+            right = _row_products(
+                a, STRIDE_A, row, real, a, STRIDE_A, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION
+            )
             if BIAS:
                 right += 1.0
             products = left * right
@@ -125,8 +129,12 @@ def _expert_products_kernel(
         for j in range(tl.where(other == s, i, first_other), end_other, BT):
             column = j + tl.arange(0, BT)
             have = column < end_other
-            left = _row_products(g, STRIDE_G, row, real, column, have, tl.zeros((BT, BT), ACC), P, BP, PRECISION)
-            right = _row_products(a, STRIDE_A, row, real, column, have, tl.zeros((BT, BT), ACC), D, BD, PRECISION)
+            left = _row_products(
+                g, STRIDE_G, row, real, g, STRIDE_G, column, have, tl.zeros((BT, BT), ACC), P, BP, PRECISION
+            )
+            right = _row_products(
+                a, STRIDE_A, row, real, a, STRIDE_A, column, have, tl.zeros((BT, BT), ACC), D, BD, PRECISION
+            )
             if BIAS:
                 right += 1.0
             total += tl.sum(left * right, 1) * tl.where((other == s) & (j > i), 2.0, 1.0).to(ACC)

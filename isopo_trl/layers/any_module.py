@@ -58,6 +58,9 @@ class AnyModuleLayer(Layer):
         super().__init__(current, module, name, index)
         self.parameters = list(places)
         self._places = list(places.values())
+        of_children = {p for child in module.children() for p in child.parameters()}
+        # Second names of what a module inside has, as BERT's head has for its bias: the layer in there works for them
+        self.is_alias = of_children.issuperset(holder.get_parameter(own) for holder, own in self._places)
 
     @property
     def places(self) -> list[Place]:
@@ -109,6 +112,7 @@ class SequenceGroup(Layer):
         super().__init__(current, module, name, -1)
         self.members, self.watched = members, watched
         self.is_verified = False
+        self.has_no_rows = False  # of sequences, in its output
 
     @property
     def microbatch(self) -> Microbatch | None:
@@ -147,7 +151,7 @@ class SequenceGroup(Layer):
             _lent([layer.module for layer in self.watched], taking, own),
             constant_norms(module),
         ):
-            output = self.own_forward(module)(*args, **kwargs)
+            output = self._with_rows(self.own_forward(module)(*args, **kwargs), microbatch.shape)
         use.called = set(microbatch.entered[entered:])
         leaves, form = pytree.tree_flatten(output)
         use.outputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -157,6 +161,23 @@ class SequenceGroup(Layer):
                 leaves[i] = leaves[i].clone()
             leaves[i].register_hook(use.note(i))
         return pytree.tree_unflatten(leaves, form)
+
+    def _with_rows(self, output: Any, shape: tuple[int, int]) -> Any:
+        """
+        Learned positions are often looked up once for the whole batch, `[1, T, d]` or `[T, d]`: with one row a
+        sequence their gradients stay apart, and the sum with the tokens is the same.
+        """
+        B, T = shape
+        if B == 1 or not isinstance(self.module, nn.Embedding):
+            return output
+
+        def with_rows(y: Any) -> Any:
+            leading = tuple(y.shape[:-1]) if isinstance(y, torch.Tensor) and y.is_floating_point() else ()
+            if leading == (T,) and T != B:
+                self.has_no_rows = True
+            return y.expand(B, T, -1) if leading == (1, T) or (leading == (T,) and self.has_no_rows) else y
+
+        return pytree.tree_map(with_rows, output)
 
     def _verify_whole(self, taking: list[tuple[Layer, Place]]) -> None:
         for layer, (holder, name) in taking:
@@ -336,7 +357,8 @@ class _Again:
             _random_state(use.random, device),
             _in_place(places, self.parameters),
         ):
-            outputs, _ = pytree.tree_flatten(group.own_forward(group.module)(*args, **kwargs))
+            output = group._with_rows(group.own_forward(group.module)(*args, **kwargs), use.microbatch.shape)
+            outputs, _ = pytree.tree_flatten(output)
         reached = [i for i in use.outputs if i in cotangents and outputs[i].requires_grad]
         self.outputs = [outputs[i] for i in reached]
         self.cotangents = [cotangents[i] for i in reached]

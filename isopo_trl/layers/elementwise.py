@@ -32,18 +32,25 @@ def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dt
 class VectorLayer(Layer):
     """A layer whose per-sequence gradients are vectors, so small that they are always formed."""
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._axes: dict[int, tuple[int, ...]] = {}  # where positions were found, by number of dimensions
+
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         return "kept" if any(rule.needs) else "no statistics"
+
+    def axes(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
+        """The dimensions of `x` that count sequences and positions; where in doubt, as when there was none."""
+        axes, certain = position_axes(self.name, x, microbatch)
+        if certain:
+            self._axes[x.dim()] = axes
+        return self._axes.get(x.dim(), axes)
 
 
 class ElementwiseLayer(VectorLayer):
     """Vectors `w` of a module with `y_t = function(x_t, w)` position by position."""
 
     kind = "elementwise"
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self._axes: dict[int, tuple[int, ...]] = {}  # where positions were found, by number of dimensions
 
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
@@ -67,13 +74,6 @@ class ElementwiseLayer(VectorLayer):
             return type(module).forward(module, x, *args, **kwargs)
         finally:
             module._parameters.update(own)
-
-    def axes(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
-        """The dimensions of `x` that count sequences and positions; where in doubt, as when there was none."""
-        axes, certain = position_axes(self.name, x, microbatch)
-        if certain:
-            self._axes[x.dim()] = axes
-        return self._axes.get(x.dim(), axes)
 
 
 class _HandOut(torch.autograd.Function):

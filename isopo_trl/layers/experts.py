@@ -32,11 +32,36 @@ from .parameter_lora import Factor, check_active
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
 _DESCRIPTION = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "config")
+# What those that do not describe themselves would say; for Llama 4's, see `is_dense`
+_UNSAID: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": False}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module describes itself as transformers' experts do."""
-    return all(hasattr(module, name) for name in _DESCRIPTION)
+    """Whether the module describes itself as transformers' experts do, or has the same two stacks."""
+    return all(hasattr(module, name) for name in _DESCRIPTION) or _has_stacks(module)
+
+
+def is_dense(module: nn.Module) -> bool:
+    """
+    Whether it is a stack as in Llama 4, transposed, which is called with every position at every expert, `[E N, d]`,
+    the experts that a position was not sent to with zeros.
+    """
+    return _has_stacks(module) and hasattr(module, "act_fn") and not hasattr(module, "_apply_gate")
+
+
+def _has_stacks(module: nn.Module) -> bool:
+    stacks = [module._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+    return hasattr(module, "num_experts") and all(s is not None and len(full_shape(s)) == 3 for s in stacks)
+
+
+def _says(module: Any, word: str) -> Any:
+    if word == "is_transposed" and not hasattr(module, "_apply_gate"):
+        return True
+    return getattr(module, word, _UNSAID[word])
+
+
+def _implementation(module: Any) -> str | None:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
 class ExpertStack(Layer):
@@ -100,6 +125,7 @@ class ExpertsForward(Layer):
 
     def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str):
         super().__init__(current, module, name, -1)
+        self.is_dense = is_dense(module)
         self.stacks: dict[str, ExpertStack] = {}  # by the name of the matrices' parameter
         self.adapters: dict[str, Adapter] = {}
 
@@ -140,16 +166,39 @@ class ExpertsForward(Layer):
         return active
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.is_dense:
+            return self._dense_forward(module, microbatch, x)
         if kwargs:
             given = inspect.signature(type(module).forward).bind(module, x, *args, **kwargs).arguments
             args = tuple(given.values())[2:]
         choices, weights = args
         microbatch.check(self.name, x)
+        x = x.reshape(microbatch.sequences.rows, -1)
+        routing = Routing.of(choices.reshape(len(x), -1), module.num_experts, microbatch.sequences)
+        return experts_output(module, x, routing, weights, self._product(module, routing, microbatch))
+
+    def _dense_forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
+        sequences, E = microbatch.sequences, module.num_experts
+        N = sequences.rows
+        if len(x) != E * N:
+            raise RuntimeError(
+                f"{self.name} got {len(x)} rows, but the microbatch has {N} positions for {E} experts: ISOPO cannot "
+                "tell which sequence they belong to, so freeze its parameters, or leave it out of the LoRA targets."
+            )
+        routing = Routing.of(torch.arange(E, device=x.device).expand(N, E), E, sequences)
+        product = self._product(module, routing, microbatch)
+        if sequences.ids is None:  # sorted by expert and sequence as they are
+            return dense_output(module, x, product)
+        order = routing.row_experts * N + routing.positions
+        return torch.zeros_like(x).index_copy(0, order, dense_output(module, x.index_select(0, order), product))
+
+    def _product(
+        self, module: Any, routing: Routing, microbatch: Microbatch
+    ) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """What multiplies rows `[S, ...]` by the stack of a name, with the adapters of the call under way."""
         adapters = self.active_adapters()
         for stack in [stack for adapter in adapters.values() for stack in (adapter.A, adapter.B) if stack is not None]:
             microbatch.add_to_graph(stack.module)
-        x = x.reshape(microbatch.sequences.rows, -1)
-        routing = Routing.of(choices.reshape(len(x), -1), module.num_experts, microbatch.sequences)
 
         def product(name: str, rows: torch.Tensor) -> torch.Tensor:
             W, bias = matrix_and_bias(module, name)
@@ -159,27 +208,27 @@ class ExpertsForward(Layer):
                 return y
             adapter = adapters[name]
             h = rows
-            for side, factor in factors(adapter.wrapper, adapter.name, module.is_transposed).items():
+            for side, factor in factors(adapter.wrapper, adapter.name, _says(module, "is_transposed")).items():
                 # PEFT multiplies them with one another, as autocast says, whatever becomes of the product
                 h, factor = autocast(h, factor)
                 stack = getattr(adapter, side)
                 h = _ExpertProduct.apply(h.to(factor.dtype), factor, None, routing, stack, microbatch)
             return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
-        return experts_output(module, x, routing, weights, product)
+        return product
 
 
 def matrices(module: Any) -> tuple[str, str]:
     """The names of the two stacks of matrices."""
-    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+    return ("gate_up_proj" if _says(module, "has_gate") else "up_proj"), "down_proj"
 
 
 def matrix_and_bias(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The matrices `[E, p, d]` and biases `[E, p]` of a stack, without what PEFT adds to them during a call."""
     on = getattr(module, "parametrizations", {})
     W = on[name].original if name in on else getattr(module, name)
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    return (W.transpose(1, 2) if module.is_transposed else W), bias
+    bias = getattr(module, f"{name}_bias") if _says(module, "has_bias") else None
+    return (W.transpose(1, 2) if _says(module, "is_transposed") else W), bias
 
 
 def factors(wrapper: Any, adapter: str, transposed: bool) -> dict[str, torch.Tensor]:
@@ -206,11 +255,18 @@ def experts_output(
     """
     up, down = matrices(module)
     y = product(up, _SentToExperts.apply(x, routing))
-    y = product(down, module._apply_gate(y) if module.has_gate else module.act_fn(y))
+    y = product(down, module._apply_gate(y) if _says(module, "has_gate") else module.act_fn(y))
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * weights.reshape(-1).gather(0, routing.order).unsqueeze(1)
     return _SummedByPosition.apply(y, routing).to(x.dtype)
+
+
+def dense_output(module: Any, x: torch.Tensor, product: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What the experts of Llama 4 make of rows `x` `[S, d]`, each with its own expert."""
+    up, down = matrices(module)
+    gate, y = product(up, x).chunk(2, dim=-1)
+    return product(down, y * module.act_fn(gate))
 
 
 class _SentToExperts(torch.autograd.Function):
@@ -243,7 +299,7 @@ class _SummedByPosition(torch.autograd.Function):
 
 def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
     """As the module's implementation would before the product: grouped ones know nothing of autocast."""
-    if module.config._experts_implementation == "grouped_mm":
+    if _implementation(module) == "grouped_mm":
         return x.to(W.dtype), W, bias
     x, W, bias = autocast(x, W, bias)
     return x.to(W.dtype), W, bias
@@ -313,7 +369,7 @@ def _gradients(
 def check_experts(module: Any) -> None:
     """Raise [`Unsupported`] unless the module computes what [`experts_output`] does."""
     kind = type(module).__name__
-    implementation = module.config._experts_implementation
+    implementation = _implementation(module)
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name)
         raise Unsupported(
@@ -337,7 +393,7 @@ def _computes_the_sum(module: Any) -> bool:
     if W.device.type == "meta" or full_shape(W) != tuple(W.shape):
         return True  # nothing to run on; the first backward still verifies that the stacks are reached
     eager = inspect.unwrap(type(module).forward)
-    E, d = module.num_experts, W.shape[1 if module.is_transposed else 2]
+    E, d = module.num_experts, W.shape[1 if _says(module, "is_transposed") else 2]
     x = torch.linspace(-1.5, 2, 3 * d, device=W.device).sin().to(W.dtype).view(3, d)
     choices = torch.tensor([[0, E - 1], [E - 1, 0], [E // 2, 0]], device=W.device)[:, : min(E, 2)]
     weights = torch.tensor([[0.3, 0.7], [0.6, 0.2], [0.5, 1.5]], device=W.device).to(W.dtype)[:, : min(E, 2)]
@@ -348,10 +404,16 @@ def _computes_the_sum(module: Any) -> bool:
         y = torch.bmm(W[routing.row_experts], rows.unsqueeze(2)).squeeze(2)  # of these few rows' experts alone
         return y if bias is None else y + bias[routing.row_experts]
 
+    if is_dense(module):  # each expert with one row
+        x = torch.linspace(-1.5, 2, E * d, device=W.device).sin().to(W.dtype).view(E, d)
+        routing = Routing.of(torch.arange(E, device=W.device).unsqueeze(1), E, Sequences.regular(E, 1))
     try:
         with torch.no_grad():
-            own = eager(module, x, choices, weights)
-            ours = experts_output(module, x, routing, weights, product)
+            if is_dense(module):
+                own, ours = eager(module, x), dense_output(module, x, product)
+            else:
+                own = eager(module, x, choices, weights)
+                ours = experts_output(module, x, routing, weights, product)
     except PROBE_ERRORS:
         return False
     accuracy = 0.05 if torch.finfo(W.dtype).bits < 32 else 1e-3

@@ -177,7 +177,9 @@ def calls_linear_once(module: Any) -> bool:
 
     try:
         module._parameters.update({name: p.detach().requires_grad_() for name, p in own.items()})
-        with torch.enable_grad(), LinearCalls(module.weight, constant) as calls:
+        devices = [weight.device] if weight.device.type == "cuda" else []
+        # Some routers draw random numbers
+        with torch.random.fork_rng(devices), torch.enable_grad(), LinearCalls(module.weight, constant) as calls:
             output = type(module).forward(module, x, *corrections)
     except PROBE_ERRORS:
         return False  # not called with one tensor of positions

@@ -43,6 +43,8 @@ class Layer:
     kind: ClassVar[str]
     # Whether its forward takes what the module is called with, whatever it is; else the input, and what follows it
     takes_anything: ClassVar[bool] = False
+    # Whether its parameters are those of layers inside of its module as well, so that it need not be reached
+    is_alias: bool = False
 
     def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str, index: int):
         self.current = current
@@ -239,3 +241,11 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     return tuple(
         [x if x is None or x.dtype in unchanged or not x.is_floating_point() else x.to(dtype) for x in tensors]
     )
+
+
+def apart(output: torch.Tensor) -> torch.Tensor:
+    """
+    The same numbers in the same memory, but no view of another tensor: autograd does not let a model go on in place
+    (`add_`) with a view that an autograd function returns, and a product with a bias is one.
+    """
+    return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output

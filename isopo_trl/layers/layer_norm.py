@@ -30,16 +30,19 @@ class LayerNormLayer(VectorLayer):
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # As autocast does for layer norms
             x, weight, bias = x.float(), *(p if p is None else p.float() for p in (weight, bias))
-        return _LayerNorm.apply(x, weight, bias, module.eps, self, microbatch)
+        # With heads, [B, T, H, d] or [B, H, T, d]: a position's gradient is the sum over them
+        axes = self.axes(x, microbatch) if x.dim() > 3 else None
+        return _LayerNorm.apply(x, weight, bias, module.eps, axes, self, microbatch)
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, layer, microbatch):
-        microbatch.check(layer.name, x)
+    def forward(ctx, x, weight, bias, eps, axes, layer, microbatch):
+        if axes is None:
+            microbatch.check(layer.name, x)
         output, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.layer, ctx.microbatch = layer, microbatch
+        ctx.axes, ctx.layer, ctx.microbatch = axes, layer, microbatch
         return output
 
     @staticmethod
@@ -60,8 +63,11 @@ class _LayerNorm(torch.autograd.Function):
             parts.append(grad)
         gradients = [None, None]
         if parts:
-            v = microbatch.rows(layer.name, torch.cat(parts, dim=-1))
+            v = torch.cat(parts, dim=-1)
+            if ctx.axes is not None:
+                v = v.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes), -2).sum(-2)
+            v = microbatch.rows(layer.name, v)
             dtype = (weight if needs_weight else bias).dtype
             flat = elementwise_gradient(v, layer.index, microbatch, dtype).split(x.shape[-1])
             gradients = [flat[0] if needs_weight else None, flat[-1].to(bias.dtype) if needs_bias else None]
-        return grad_x, *gradients, None, None, None
+        return grad_x, *gradients, None, None, None, None

@@ -15,7 +15,7 @@ from ..kernels.coefficients import usable
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
 from .elementwise import elementwise_gradient
-from .layer import Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward
+from .layer import Layer, Unsupported, apart, autocast, full_shape, has_own_forward, layer_backward
 
 
 class LinearLayer(Layer):
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         microbatch.check(layer.name, x)
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.microbatch = layer, microbatch
-        return torch.nn.functional.linear(x, weight, bias)
+        return apart(torch.nn.functional.linear(x, weight, bias))
 
     @staticmethod
     @layer_backward

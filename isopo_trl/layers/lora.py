@@ -115,7 +115,7 @@ class _LoRA(torch.autograd.Function):
         h = torch.addmm(A[0, 0], rows, A.t(), beta=0, alpha=scaling)
         y = torch.nn.functional.linear(rows, weight, bias).addmm_(h, B.t())
         ctx.save_for_backward(rows, h, weight, A, B)
-        return y.view(*x.shape[:-1], -1)
+        return y.resize_(*x.shape[:-1], y.shape[1])  # no view, with which a model could not go on in place
 
     @staticmethod
     @layer_backward

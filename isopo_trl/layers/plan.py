@@ -133,12 +133,15 @@ def _kind_of(module: nn.Module, places: dict[str, Place], trainable: dict[str, n
     """The kind that the module has of its own, if it has one; raises [`Inseparable`] where there can be none."""
     if any(holder is not module for holder, _ in places.values()):
         return None
-    try:
-        return next((kind for kind in KINDS if kind.accepts(module, trainable)), None)
-    except Inseparable:
-        raise
-    except Unsupported:
-        return None
+    for kind in KINDS:
+        try:
+            if kind.accepts(module, trainable):
+                return kind
+        except Inseparable:
+            raise
+        except Unsupported:
+            continue  # another may take it: a router that is an nn.Linear, but goes on from its product
+    return None
 
 
 def _beside_the_text(model: nn.Module, head: nn.Module | None) -> dict[nn.Module, nn.Module]:
@@ -170,16 +173,24 @@ def groups(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) ->
     names = {module: name for name, module in model.named_modules()}
     parent = {child: module for module in model.modules() for child in module.children()}
     beside = _beside_the_text(model, _output_embeddings(model))
+    # A convolution's weights are often read by the module around it, which does not call it
+    starts = {
+        module: parent[module]
+        if isinstance(module, nn.Conv1d) and module in parent and _has_forward(parent[module])
+        else module
+        for module in members
+        if module not in beside
+    }
+    around_others = set(starts.values())
     roots: dict[nn.Module, list[Layer]] = {}
     for module, layer in members.items():
         root = beside.get(module, module)
-        if module not in beside:
-            if isinstance(module, nn.Conv1d) and module in parent and _has_forward(parent[module]):
-                root = parent[module]  # which often reads the weights, and does not call it
+        if module in starts:
+            root = module = starts[module]
             # What is checkpointed by itself may be run when the module around it is over
             while not isinstance(module, GradientCheckpointingLayer) and module in parent:
                 module = parent[module]
-                root = module if module in members else root
+                root = module if module in around_others else root
         roots.setdefault(root, []).append(layer)
     found = []
     for root, own in roots.items():

@@ -104,7 +104,28 @@ class ByName(nn.Module):
         return self.recurrent(hidden_states=x, scale=2.0)
 
 
+class AroundAConvolution(Convolution):
+    """Another module of this kind beside the convolution, with a layer in it that is called, as in Kimi Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x):
+        return super().forward(x) * self.gate(x)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rate = nn.Linear(D, D, bias=False), nn.Parameter(torch.empty(D))
+
+    def forward(self, x):
+        return (self.linear(x) + self.rate).sigmoid()
+
+
 SMALL = {"matrix": Matrix, "by name": ByName, "convolution": Convolution, "mixer": lambda: OneOfTwo(Mixer())}
+SMALL["around a convolution"] = AroundAConvolution
 
 
 def build(name):
@@ -336,6 +357,68 @@ def test_a_gradient_that_does_not_come_through_the_outputs_is_an_error():
         ISOPO(model).microbatch(ADVANTAGES[:B], attention_mask=torch.ones(B, T)),
     ):
         (model(x).sum() + model.layer.beside.square().sum()).backward()
+
+
+class Positions(nn.Embedding):
+    """Learned positions as BART has them: looked up once for the whole batch, `[1, T, D]` or `[T, D]`."""
+
+    def __init__(self, rows):
+        super().__init__(T + 2, D)
+        self.rows = rows
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1]) + 2  # which some return as well
+        return super().forward(places).expand(*[1] * self.rows, -1, -1), places
+
+
+class Positioned(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.positions = Positions(rows)
+
+    def forward(self, x):
+        return torch.tanh(x + self.positions(x)[0])
+
+
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "none"])
+@pytest.mark.parametrize("rows", [1, 0], ids=["1 T", "T"])
+def test_positions_that_are_looked_up_once_for_the_batch_are_told_apart(rows, rule):
+    model = Holder(Positioned(rows).double())
+    plain = copy.deepcopy(model.layer)
+    x, cotangent = batch()
+    with ISOPO(model, rule).microbatch(ADVANTAGES[:B], attention_mask=torch.ones(B, T)):
+        output = model(x)
+        output.backward(cotangent)
+    torch.testing.assert_close(output, plain(x), rtol=0, atol=0)
+    V = sequence_gradients(plain, ["positions.weight"], x, cotangent)
+    expected = oracle.coefficients(V, V, ADVANTAGES[:B], rule) @ V
+    torch.testing.assert_close(model.layer.positions.weight.grad.flatten(), expected, rtol=1e-9, atol=1e-11)
+
+
+class TwoNames(nn.Module):
+    """A second name for the bias of a layer inside, as BERT's head has it; `used` or not."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.linear, self.used = nn.Linear(D, D), used
+        self.bias = self.linear.bias
+
+    def forward(self, x):
+        return self.linear(x) + (self.bias.square() * x if self.used else 0)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_second_name_of_a_bias_need_not_be_used(used):
+    model = Holder(TwoNames(used).double())
+    x, cotangent = batch()
+    plain = copy.deepcopy(model.layer)
+    own = list(plain.parameters())
+    V = [torch.autograd.grad(plain(x[[s]]), own, cotangent[[s]]) for s in range(B)]
+    with ISOPO(model, "none").microbatch(ADVANTAGES[:B], attention_mask=torch.ones(B, T)):
+        model(x).backward(cotangent)
+    for p, of_p in zip(model.parameters(), zip(*V, strict=True), strict=True):
+        expected = torch.einsum("s,s...->...", ADVANTAGES[:B], torch.stack(of_p))
+        torch.testing.assert_close(p.grad, expected, rtol=1e-9, atol=1e-11)
 
 
 class CalledAndRead(nn.Module):

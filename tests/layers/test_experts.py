@@ -9,9 +9,10 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import GptOssConfig, MixtralConfig
+from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig
 from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from isopo_trl import ISOPO
@@ -301,8 +302,37 @@ class Ungated(torch.nn.Module):
         return torch.stack(rows)
 
 
-def test_experts_without_a_gate_have_the_gradient_of_the_definition():
-    experts = Ungated(SimpleNamespace(_experts_implementation="eager")).double()
+class Undescribed(torch.nn.Module):
+    """Experts that say nothing of themselves but have the usual stacks, as in Step 3.7."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 5
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(5, 8, 6))
+        self.down_proj = torch.nn.Parameter(torch.empty(5, 6, 4))
+
+    def _apply_gate(self, y):
+        gate, up = y.chunk(2, dim=-1)
+        return gate.tanh() * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        rows = [
+            sum(
+                w * (self.down_proj[e] @ self._apply_gate(self.gate_up_proj[e] @ x))
+                for e, w in zip(of_x, weights, strict=True)
+            )
+            for x, of_x, weights in zip(hidden_states, top_k_index, top_k_weights, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Ungated(SimpleNamespace(_experts_implementation="eager")), Undescribed],
+    ids=["ungated", "undescribed"],
+)
+def test_experts_of_other_forms_have_the_gradient_of_the_definition(make):
+    experts = make().double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in experts.parameters():
@@ -321,6 +351,59 @@ def test_experts_without_a_gate_have_the_gradient_of_the_definition():
             V = of_expert.view(3, 4, -1).sum(1)
             expected = oracle.coefficients(V, of_expert, advantages, "fisher") @ V
             torch.testing.assert_close(stack.grad[e].flatten(), expected, rtol=1e-9, atol=1e-12)
+
+
+def dense_experts(lora):
+    """Llama 4's experts, in PEFT's wrapper or not, and what they are called with: every position at every expert."""
+    config = Llama4TextConfig(num_local_experts=3, hidden_size=6, intermediate_size=4)
+    model = Holder(Llama4TextExperts(config).double())
+    generator = torch.Generator().manual_seed(0)
+    if lora:
+        targets = ["layer.gate_up_proj", "layer.down_proj"]
+        model = get_peft_model(model, LoraConfig(r=2, target_parameters=targets)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    x, cotangent = torch.randn(2, 3, 12, 6, generator=generator, dtype=torch.float64)
+    x[torch.rand(3, 12, generator=generator) < 0.5] = 0  # where a position was not sent
+    return model, x, cotangent
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_experts_that_are_called_with_every_position_have_the_gradient_of_the_definition(lora, packed):
+    model, x, cotangent = dense_experts(lora)
+    units = mixtures.units(model)
+    trained = [p for unit in units.values() for p in unit.parameters.values()]
+    labels = torch.cat([unit.labels for unit in units.values()])
+    G = []
+    for t in range(12):
+        gradients = torch.autograd.grad(model(x[:, t]), trained, cotangent[:, t])
+        G.append(torch.cat([g.flatten() for g in gradients]))
+    G = torch.stack(G)
+    ids = torch.tensor([0, 0, 2, 2, 1, 1, 1, -1, 2, 2, 0, 0]) if packed else torch.arange(12) // 4
+    where = {"sequence_ids": ids.view(3, 4)} if packed else {"attention_mask": torch.ones(3, 4)}
+    isopo, advantages = ISOPO(model, fisher_samples=12), torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    with isopo.microbatch(advantages, **where):
+        output = model(x.flatten(0, 1))
+        output.backward(cotangent.flatten(0, 1))
+    isopo.detach()
+    torch.testing.assert_close(output, model(x.flatten(0, 1)), rtol=1e-12, atol=1e-12)
+    found = torch.cat([p.grad.flatten() for p in trained])
+    for layer in range(len(labels.unique())):
+        here = labels == layer
+        V = torch.stack([G[ids == s][:, here].sum(0) for s in range(3)])
+        expected = oracle.coefficients(V, G[ids >= 0][:, here], advantages, "fisher") @ V
+        torch.testing.assert_close(found[here], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_dense_stack_that_gets_other_rows_is_refused():
+    model, x, _ = dense_experts(lora=False)
+    with (
+        pytest.raises(RuntimeError, match="layer got 33 rows, but the microbatch has 12 positions for 3 experts"),
+        ISOPO(model).microbatch(torch.ones(3), attention_mask=torch.ones(3, 4)),
+    ):
+        model(x[:, 1:].flatten(0, 1))
 
 
 class Operations(TorchDispatchMode):

@@ -39,6 +39,16 @@ class Corrected(Plain):
         return logits, (logits + correction).topk(2).indices
 
 
+class OfLinear(nn.Linear):
+    """A linear layer that goes on from its product, and draws random numbers, as the router of Phi-MoE."""
+
+    def __init__(self):
+        super().__init__(D, 3)
+
+    def forward(self, x):
+        return super().forward(x).sigmoid() + 0 * torch.rand(1)
+
+
 class WithoutBias(Plain):
     def forward(self, x):
         return F.linear(x, self.weight) + self.bias
@@ -70,8 +80,9 @@ def example(kind):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
-def test_gradient_is_that_of_a_loop_over_positions(rule, packed):
-    module = example(Plain)
+@pytest.mark.parametrize("kind", [Plain, OfLinear])
+def test_gradient_is_that_of_a_loop_over_positions(kind, rule, packed):
+    module = example(kind)
     harness.check(module, harness.inputs_of(module, B, T), rule, packed)
 
 
@@ -100,6 +111,13 @@ def test_product_is_known_where_deepspeed_has_put_its_own_function(monkeypatch):
 
 def test_a_router_that_is_told_more_than_the_hidden_states_is_known():
     assert calls_linear_once(example(Corrected))
+
+
+def test_trying_a_router_draws_nothing_from_the_global_stream():
+    model = harness.Holder(example(OfLinear))
+    before = torch.get_rng_state()
+    (layer,) = ISOPO(model).layers
+    assert layer.kind == "linear" and torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", [WithoutBias, Twice, Normalised, Penalised])

@@ -1,6 +1,7 @@
 """What layers of all kinds share: when they are themselves, copies, taking them off, types, and running means."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -202,8 +203,14 @@ def test_the_input_may_be_given_by_name(name, keyword):
 # Inputs that do not fit the microbatch
 
 
-@pytest.mark.parametrize("shape", [(T, B), (B, T + 1), (B * T + 1,), (B, T, 2), (1, T)])
-@pytest.mark.parametrize("name", ["linear", "LayerNorm"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *itertools.product(["linear", "LayerNorm"], [(T, B), (B, T + 1), (B * T + 1,), (1, T)]),
+        ("linear", (B, T, 2)),  # heads, over which norms alone are taken
+        ("LayerNorm", (B, T + 1, 2)),
+    ],
+)
 def test_rows_that_are_not_those_of_the_microbatch_are_an_error_that_says_so(name, shape):
     layer = build(name)
     model = Holder(layer)

@@ -143,8 +143,10 @@ class TwoSizes(nn.Module):
 
 
 class OwnLinear(nn.Linear):
+    """Multiplies in its own way, as Falcon's."""
+
     def forward(self, x):
-        return super().forward(x).relu()
+        return x @ self.weight.t() + self.bias
 
 
 class OwnNorm(nn.LayerNorm):
