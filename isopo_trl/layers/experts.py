@@ -209,10 +209,9 @@ class ExpertsForward(Layer):
             adapter = adapters[name]
             h = rows
             for side, factor in factors(adapter.wrapper, adapter.name, _says(module, "is_transposed")).items():
-                # PEFT multiplies them with one another, as autocast says, whatever becomes of the product
-                h, factor = autocast(h, factor)
-                stack = getattr(adapter, side)
-                h = _ExpertProduct.apply(h.to(factor.dtype), factor, None, routing, stack, microbatch)
+                # PEFT adds their product to the matrices in the type of these, whatever their own
+                operands = _cast(module, h, factor.to(W.dtype), None)
+                h = _ExpertProduct.apply(*operands, routing, getattr(adapter, side), microbatch)
             return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
         return product
