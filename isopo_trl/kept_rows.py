@@ -187,6 +187,9 @@ class KeptRows:
             self.restart()
             return
         world, rank = (dist.get_world_size(), dist.get_rank()) if _is_distributed() else (1, 0)
+        if world == 1 and self.steps == 1:
+            self._change_places()
+            return
         first = not self._held
         self._allocate()
         orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -221,6 +224,17 @@ class KeptRows:
             for rows in self._collected.values():
                 for name, buffer in rows.items():
                     rows[name] = buffer.new_zeros(self._room(len(buffer)), *buffer.shape[1:])
+        self._begin_step()
+
+    def _change_places(self) -> None:
+        """Close a step of one rank that replaces all rows: nobody has better ones, and nothing is copied."""
+        free = {
+            layer: self._held.get(layer) or {name: torch.zeros_like(x) for name, x in rows.items()}
+            for layer, rows in self._collected.items()
+        }
+        self._held, self._collected = self._collected, free
+        torch._foreach_zero_([x for rows in free.values() for x in rows.values()])  # where a step fills no slot
+        self.closed_steps += 1
         self._begin_step()
 
     def _allocate(self) -> None:
