@@ -184,8 +184,15 @@ def by_the_formula(lora, dtype, autocast, seed):
 BF16_RULES = ("none", "fisher", "euclidean", "interacting", "fig4")
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16 weights", "autocast"])
+@pytest.mark.parametrize(
+    ("autocast", "lora"),
+    [
+        pytest.param(True, False, id="autocast-full"),
+        pytest.param(False, True, id="bf16 weights-lora"),
+        pytest.param(False, False, id="bf16 weights-full", marks=pytest.mark.slow),
+        pytest.param(True, True, id="autocast-lora", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_loses_no_more_than_plain_pytorch_does(lora, autocast, tmp_path):
     """
     What a rule makes of bf16's roundings depends on the batch: they grow where sequences cancel, and by `N / F` where

@@ -18,6 +18,7 @@ from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.token_weights import ratio_loss, refusals
 from tests import tiny, training
 from tests.test_docs import table
+from tests.test_step_control import UnderDeepSpeed
 
 
 ROWS = [row[0] for row in table("from_grpo.md", "What stays refused")]
@@ -84,8 +85,17 @@ def with_a_split_convolution(model):
     model.model.norm[1].weight.ds_id = 0  # as DeepSpeed marks what it has split
 
 
+def measured_under_deepspeed(**settings):
+    return lambda folder: training.build(folder, "qwen3", UnderDeepSpeed, **settings)
+
+
 # What a row in words stands for: all of these are refused
 WORDS = {
+    "`target_kl` (or `behaviour_kl`, `log_step_kl`) under DeepSpeed": [
+        measured_under_deepspeed(target_kl=1e-4),
+        measured_under_deepspeed(behaviour_kl=1e-3),
+        measured_under_deepspeed(log_step_kl=True),
+    ],
     "`beta` with a `peft_config` of PiSSA, OLoRA, CorDA, LoftQ or LoRA-GA": [
         trained(peft=LoraConfig(r=2, init_lora_weights=name, target_modules=["q_proj"]), beta=0.1)
         for name in ("pissa", "olora")
@@ -145,6 +155,7 @@ def test_no_case_is_left_without_its_row():
 # Fields whose refusals are of values that have no meaning, or of settings that contradict each other
 MEANINGLESS = (
     r"kpo_\w+|vllm_importance_sampling_\w+|top_entropy_quantile|token_weights|kl_in_reward|group_microbatches"
+    r"|behaviour_kl|step_kl_share|target_kl_offload"
 )
 
 
@@ -162,6 +173,7 @@ OF_ROWS = [
     "off_policy_mask_threshold",
     "virtual tokens",
     "a part of the weights",
+    "is not supported under DeepSpeed",
     "acts on even without an advantage",
     "go back through the model twice",
     "one advantage per sequence",

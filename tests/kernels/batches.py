@@ -32,6 +32,8 @@ of_kernels = [needs_kernels, pytest.mark.usefixtures("poisoned_memory")]
 DEVICE = torch.device("cpu" if INTERPRET else "cuda")
 DTYPES = [torch.float64, torch.float32] if INTERPRET else [torch.float32, torch.bfloat16, torch.float16]
 EXACT = DTYPES[0]
+# Under the interpreter the others differ by their rounding alone, and by what tests of single types look at
+EACH_DTYPE = [EXACT, *(pytest.param(dtype, marks=pytest.mark.slow) if INTERPRET else dtype for dtype in DTYPES[1:])]
 # Of statistics, which are accumulated in float32 or better, and of gradients in the type itself
 STATISTIC = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

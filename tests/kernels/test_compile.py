@@ -56,7 +56,7 @@ pytestmark = pytest.mark.skipif(not has_assembler(), reason="Triton has no assem
 
 
 # Compiling takes seconds a kernel: a few combinations every time, the others with `-m slow`
-QUICK = {(90, "fisher", torch.bfloat16), (80, "fig4", torch.float32), (90, "interacting", torch.float32)}
+QUICK = {(90, "fisher", torch.bfloat16), (80, "interacting", torch.float32)}
 COMBINATIONS = [
     pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
     for case in itertools.product(MEMORY, RULES, (torch.bfloat16, torch.float32))

@@ -9,7 +9,7 @@ from isopo_trl.geometry.statistics import elementwise_statistics, linear_statist
 from isopo_trl.kernels import elementwise, kept_rows, linear, rms_norm, v
 from isopo_trl.rules import make_rule
 from tests.kernels import batches
-from tests.kernels.batches import DEVICE, DTYPES, EXACT, FIG4, FISHER, GRADIENT, STATISTIC, Run, batch, close
+from tests.kernels.batches import DEVICE, EACH_DTYPE, EXACT, FIG4, FISHER, GRADIENT, STATISTIC, Run, batch, close
 
 
 pytestmark = batches.of_kernels
@@ -32,7 +32,7 @@ def plain(given, samples, needs):
     return linear_statistics(g, a, given.bias, given.sequences, of_rows, needs, "kept")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype):
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
@@ -57,7 +57,7 @@ def test_a_rule_with_both_norms_takes_them_too():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize(("m", "T", "d", "n"), [(1, 1, 1, 1), (3, 7, 5, 130), (8, 65, 70, 33)])
 def test_an_elementwise_parameter_takes_rows_from_before(m, T, d, n, dtype, wide):
     given = batch(m, T, d, 1, n, dtype=dtype)
@@ -73,7 +73,7 @@ def test_an_elementwise_parameter_takes_rows_from_before(m, T, d, n, dtype, wide
     close(result, run.ledger.table[run.index, 0] @ V, GRADIENT[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize("widths", [(1,), (5, 33), (1500, 16), (16, 1500)], ids=str)
 def test_rows_are_copied_to_their_slots_and_others_are_left(widths, dtype):
     generator = torch.Generator().manual_seed(1)

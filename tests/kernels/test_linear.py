@@ -11,7 +11,7 @@ from isopo_trl.kernels import linear
 from tests.kernels import batches
 from tests.kernels.batches import (
     DEVICE,
-    DTYPES,
+    EACH_DTYPE,
     EXACT,
     FIG4,
     FISHER,
@@ -45,7 +45,7 @@ SHAPES = [
 # Overlaps
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
@@ -82,7 +82,7 @@ def test_the_input_that_is_always_one_counts_in_samples_and_sequences(bias):
 # Rows times coefficients
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize(
     ("m", "T", "d"), [(1, 1, 1), (3, 7, 5), (8, 65, 33), (17, 64, 16), (3, 130, 130), (2, 9, 1500)]
 )
@@ -112,7 +112,7 @@ def padded_columns(x):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 def test_rows_may_lie_in_memory_in_any_way(layout, dtype):
     given = batch(3, 7, 5, 33, 8, dtype=dtype)
     turned = replace(given, g=LAYOUTS[layout](given.g), a=LAYOUTS[layout](given.a))

@@ -10,6 +10,7 @@ from tests.kernels import batches
 from tests.kernels.batches import (
     DEVICE,
     DTYPES,
+    EACH_DTYPE,
     EUCLIDEAN,
     FIG4,
     GRADIENT,
@@ -30,7 +31,7 @@ from tests.kernels.batches import (
 pytestmark = batches.of_kernels
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING], ids=named)
 @pytest.mark.parametrize(("m", "rows"), [(1, None), (3, 1), (8, 3), (17, None)])
 def test_norms_and_kernels_of_gradients_in_any_number_of_blocks(m, rule, rows, dtype):
