@@ -360,3 +360,40 @@ def test_what_every_sequence_takes_part_in_is_refused(model, settings, tmp_path)
 
 def test_a_divergence_in_the_reward_is_not_refused(tmp_path):
     training.build(tmp_path, options=ADAPTER, beta=0.1, kl_in_reward=True, skip_zero_advantage=True)
+
+
+# Beside what else is new in a step
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_step_is_measured_by_the_same_sequences_with_and_without(share, tmp_path):
+    """Also by those that are left out, and where no pass is made."""
+    settings = {**ACCUMULATED, "max_steps": 3, "log_step_kl": True, "step_kl_share": share}
+    generations = [generation(a, seed) for seed, a in enumerate((SOME, NONE, FEW))]
+    whole = trained(tmp_path, generations, **settings)
+    skipped = trained(tmp_path, generations, skip_zero_advantage=True, **settings)
+    for name in ("step/kl", "step/kl_stderr"):
+        assert all(kl > 0 for kl in logged(whole, name))
+        assert logged(skipped, name) == pytest.approx(logged(whole, name), rel=1e-6)
+
+
+def test_with_a_target_kept_rows_and_groups_a_resumed_run_is_the_unbroken_one(tmp_path):
+    settings = {
+        **{"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "rule": "fisher", "learning_rate": 1e-2},
+        **{"skip_zero_advantage": True, "fisher_scope": "step", "group_microbatches": True},
+        **{"target_kl": 1e-3, "step_kl_share": 0.5, "num_iterations": 2, "gradient_accumulation_steps": 2},
+        **{"num_generations": 3, "per_device_train_batch_size": 3, "steps_per_generation": 2},
+    }
+    # Of the two groups of a generation the first is left out
+    reward = lambda completions, **_: [0.0] * 3 + [float(len(text)) for text in completions[3:]]  # noqa: E731
+    whole = training.build(tmp_path, reward=reward, data=tiny.prompts(12), **settings)
+    whole.train()
+    fractions = logged(whole, "isopo/skipped_fraction")
+    assert len(fractions) == 4 and 0.5 in fractions
+    assert all(0 < kl < 2e-3 for kl in logged(whole, "step/kl") if kl)
+    expected = weights(whole)
+    for step in (1, 3):
+        run = training.build(tmp_path, reward=reward, data=tiny.prompts(12), **settings)
+        run.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+        assert differing(run, expected) == [], f"resumed at step {step}"
