@@ -77,8 +77,10 @@ class BehaviourBound:
         if sums is None:
             sums = torch.zeros(2, dtype=torch.float64, device=trainer.accelerator.device)
         total, tokens = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        if self._fresh:
-            self.path, self.floor = 0.0, total / tokens if tokens else 0.0
+        if self._fresh and self._sums is not None:
+            self.path = 0.0
+            if tokens:  # else no pass was made, and what was known of the sampler stays
+                self.floor = total / tokens
         drift = max(0.0, total / tokens - self.floor) if tokens else self.path**2
         self.path += math.sqrt(max(step, 0.0))
         self.forget()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import trl_seam
-from .generation import is_own
+from .generation import is_fresh, is_own
 from .trl_seam import Batch
 
 
@@ -136,6 +136,10 @@ class Skipping:
         size = len(microbatches[0]["advantages"])
         whole = Batch(trl_seam.joined(microbatches))
         total = len(whole.advantages)
+        if step_control is not None and step_control.behaviour is not None:
+            # Steps without a pass are steps since the generation, too
+            nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+            step_control.behaviour.add(nothing, is_fresh(whole, self._trainer.optimizer_steps))
         if self._trainer.weighting.looks_across_sequences and not is_own(whole, self._trainer.optimizer_steps):
             self._needs_all = True  # where ratios are 1, none has anything to say
         units = kept_units(torch.ones(total) if self._needs_all else whole.advantages, self._group)

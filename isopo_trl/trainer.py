@@ -289,7 +289,7 @@ class ISOPOTrainer(GRPOTrainer):
             batch.advantages = weighted_sign = (sign * batch.loss_weights).requires_grad_()
             microbatch = self.isopo.begin(
                 advantages.abs(),
-                attention_mask=batch.attention_mask,
+                attention_mask=batch.sampled_mask,
                 completion_mask=batch.completion_mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
                 prompts=batch.get(PROMPT_NUMBERS),

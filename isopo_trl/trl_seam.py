@@ -247,6 +247,13 @@ class Batch(dict):
         return torch.cat([self["prompt_mask"], self["completion_mask"]], dim=1)
 
     @property
+    def sampled_mask(self) -> torch.Tensor:
+        """`[B, P + C]`, nonzero at positions of sequences that count: of others, no gradient is sampled."""
+        weights = self.loss_weights
+        mask = self.attention_mask
+        return mask * (weights != 0).unsqueeze(1).to(mask) if isinstance(weights, torch.Tensor) else mask
+
+    @property
     def keys_of_content(self) -> torch.Tensor:
         """`[B]`, by which a sequence is known, in whichever microbatch and on whichever rank it is."""
         return content_keys(torch.cat([self["prompt_ids"], self["completion_ids"]], dim=1), self.attention_mask)

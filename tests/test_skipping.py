@@ -397,3 +397,41 @@ def test_with_a_target_kept_rows_and_groups_a_resumed_run_is_the_unbroken_one(tm
         run = training.build(tmp_path, reward=reward, data=tiny.prompts(12), **settings)
         run.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
         assert differing(run, expected) == [], f"resumed at step {step}"
+
+
+def test_a_step_without_a_pass_does_not_begin_a_generation_anew(tmp_path):
+    """One at the end of a generation counts with the others, and one at its start still begins it."""
+    settings = {"behaviour_kl": 1e9, "learning_rate": 1e-2, "num_iterations": 1, "steps_per_generation": 2}
+    dated = [{"generated_after": torch.tensor(steps), "drawn_by_policy": torch.tensor(True)} for steps in (0, 2)]
+    generations = [{**generation(a, seed), **dated[seed]} for seed, a in enumerate((FEW, NONE))]
+    paths = []
+
+    class Noting(ByHand):
+        def log(self, *args, **kwargs):
+            paths.append(self.step_control.behaviour.path)
+            super().log(*args, **kwargs)
+
+    trainer = trained(tmp_path, generations, kind=Noting, skip_zero_advantage=True, max_steps=4, **settings)
+    made = [kl**0.5 for kl in logged(trainer, "step/kl")]
+    assert made[2] and made[3] and len(trainer.microbatches) == 1
+    assert paths[:4] == pytest.approx([made[0], made[0] + made[1], made[2], made[2] + made[3]])
+
+
+def test_a_sequence_that_fills_in_is_not_among_the_kept_rows(tmp_path):
+    trainer = training.prepared(
+        training.build(tmp_path, rule="fisher", loss_type="grpo", fisher_scope="step", fisher_samples=4)
+    )
+    held = []
+    for fills_in in (False, True):
+        trainer.isopo.load_state_dict({**trainer.isopo.state_dict(), "rows": None})
+        trainer.isopo._kept.closed_steps = 0
+        for advantage, seed in ((1.0, 0), (0.0, 1)):
+            batch = generation([advantage], seed)
+            batch["advantages"] = batch["advantages"].float()
+            if advantage or fills_in:
+                training.gradients(trainer, {**batch, "loss_weights": torch.tensor([advantage])})
+        trainer.isopo.step()
+        held.append(trainer.isopo.state_dict()["rows"]["rows"])
+    for layer, rows in held[0].items():
+        for name, x in rows.items():
+            assert torch.equal(held[1][layer][name], x), f"layer {layer}, {name}"
