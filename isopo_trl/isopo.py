@@ -291,6 +291,15 @@ class ISOPO:
                 self._kept.restart()  # some layers have its rows, others have not
         self._current.microbatch = None
 
+    def forget_step(self) -> None:
+        """Forget the optimizer step under way, which was broken off: nothing of it counts in the next one."""
+        self.abort()
+        self._sequences = 0
+        if self._running is not None:
+            self._running.forget_step()
+        if self._kept is not None:
+            self._kept.restart()
+
     def _close(self) -> None:
         """Close the microbatch under way, if there is one, and take its figures into the step's."""
         microbatch, self._current.microbatch = self.current, None

@@ -196,8 +196,6 @@ class ISOPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._forget_step()
-        if self.step_control is not None:
-            self.step_control.reset()
         checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             self._load_state(checkpoint)
@@ -211,7 +209,6 @@ class ISOPOTrainer(GRPOTrainer):
             with skips, before_step(model, self._close_step) if self.is_deepspeed_enabled else nullcontext():
                 loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
-            self.isopo.abort()
             self._forget_step()
             raise
         self.isopo.end()
@@ -224,9 +221,12 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _forget_step(self) -> None:
         """Forget the optimizer step under way."""
+        self.isopo.forget_step()
         self.weighting.reset()
         if self.skipping is not None:
             self.skipping.reset()
+        if self.step_control is not None:
+            self.step_control.reset()
 
     def _get_grad_norm(self, model, grad_norm=None):
         # The last that happens before the optimizer's step, and the norm is at hand

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from isopo_trl import ISOPOTrainer, skipping
+from isopo_trl import ISOPOTrainer, skipping, trl_seam
 from isopo_trl.token_weights import ratio_loss
 from tests import oracle, tiny, training
 from tests.test_oracle import build, check
@@ -435,3 +435,38 @@ def test_a_sequence_that_fills_in_is_not_among_the_kept_rows(tmp_path):
     for layer, rows in held[0].items():
         for name, x in rows.items():
             assert torch.equal(held[1][layer][name], x), f"layer {layer}, {name}"
+
+
+class BreaksOff(ByHand):
+    """Fails in the second microbatch, once."""
+
+    def _compute_loss(self, model, inputs):
+        if len(self.microbatches) == 1 and not self.gradients and len(self.generations) == 1:
+            self.microbatches.append(None)
+            raise KeyboardInterrupt
+        return super()._compute_loss(model, inputs)
+
+
+def test_a_step_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
+    settings = {**ACCUMULATED, "max_steps": 1, "rule": "fig4", "fisher_scope": "step", "fisher_samples": 8}
+    data, settings = tiny.prompts(24), {**settings, "per_device_train_batch_size": 3, "max_grad_norm": 1e30}
+    runs = []
+    for kind, seeds in ((ByHand, (0,)), (BreaksOff, (1, 0))):
+        trainer = training.build(tmp_path, tiny.model("qwen3", dtype=torch.float64), kind, data=data, **settings)
+        trainer.generations = [generation(SOME[::2] * 2, seed) for seed in seeds]
+        if kind is BreaksOff:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            trl_seam.set_progress(trainer, 0, None)
+        trainer.train()
+        rows = trainer.isopo.state_dict()["rows"]["rows"]
+        runs.append(
+            (
+                logged(trainer, "isopo/euclidean_norm"),
+                {layer: held["a"].double().sum(0) for layer, held in rows.items() if "a" in held},
+            )
+        )
+    (norm, inputs), (again, inputs_again) = runs
+    assert again == pytest.approx(norm, rel=1e-6)
+    for layer, x in inputs.items():
+        torch.testing.assert_close(inputs_again[layer], x)

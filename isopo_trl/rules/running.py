@@ -67,6 +67,10 @@ class RunningStatistics:
         self._diagnostics.start_step()
         self._first: list[tuple[torch.Tensor, ...]] = []  # F, N and who counts, of layers that change their metric
 
+    def forget_step(self) -> None:
+        """Leave out the microbatches since the last step."""
+        self._start_step()
+
     def open(self, advantages: torch.Tensor, loss_scale: float = 1.0) -> Ledger:
         """A ledger for a microbatch with `advantages` `[m]`, whose loss carries the constant `loss_scale`."""
         self._factor = loss_scale**self.rule.degree
