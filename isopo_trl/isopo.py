@@ -184,7 +184,8 @@ class ISOPO:
             prompts (`torch.Tensor`, *optional*):
                 `[m]`, number of each sequence's prompt, by which cosines between gradients are reported.
             signs (`torch.Tensor`, *optional*):
-                `[m]`, signs of the advantages where the loss contains them, for the same figures.
+                `[m]`, signs of the advantages where the loss contains them, for the same figures; 0 for a sequence
+                that only fills in, and is not to be counted.
         """
         if (attention_mask is None) == (sequence_ids is None):
             raise ValueError("Give either `attention_mask` (one sequence per row) or `sequence_ids`.")

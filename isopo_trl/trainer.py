@@ -293,7 +293,7 @@ class ISOPOTrainer(GRPOTrainer):
                 completion_mask=batch.completion_mask,
                 loss_scale=1 / self.current_gradient_accumulation_steps,
                 prompts=batch.get(PROMPT_NUMBERS),
-                signs=sign.detach(),
+                signs=weighted_sign.detach().sign(),
                 sequence_keys=batch.keys_of_content if self.args.fisher_scope == "step" else None,
             )
         trl_loss = partial(super()._compute_loss, model)

@@ -226,6 +226,7 @@ def test_a_sequence_that_fills_in_has_no_gradient_and_counts_nowhere(rule, tmp_p
     batch["advantages"] = batch["advantages"].float()
     before = training.gradients(trainer, {**batch, "loss_weights": torch.zeros(1)})
     assert before[0] == 0 and not any(gradient.any() for gradient in before[1].values())
+    assert not trainer.isopo._running._diagnostics.sums.any()  # of which the number of sequences is one
     figures = trainer.isopo.step()
     assert not any(figures.values()), figures
     running = trainer.isopo.state_dict()["running"]

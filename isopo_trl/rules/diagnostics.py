@@ -63,7 +63,9 @@ class Diagnostics:
         if self._parts:
             parts.append(torch.where(alive, c.abs() * fisher, 0).sum(1) @ self._member)
         squares = torch.where(alive, (c * norm).square(), 0).sum() * ledger.loss_scale**2
-        parts += [squares.unsqueeze(0), squares.new_full((1,), len(ledger.advantages))]
+        # A sequence that only fills in has the sign 0
+        counts = torch.ones_like(ledger.advantages) if ledger.signs is None else ledger.signs != 0
+        parts += [squares.unsqueeze(0), counts.sum().to(squares).unsqueeze(0)]
         if ledger.ntk is not None and ledger.prompts is not None:
             parts.append(pair_cosines(ledger.ntk, alive, ledger.prompts, ledger.signs))
         else:
@@ -114,7 +116,7 @@ def pair_cosines(
         ntk (`torch.Tensor`): `[L, m, m]`, `<V_i, V_j>`, in any unit.
         alive (`torch.Tensor`): `[L, m]`, the sequences that have a gradient.
         prompts (`torch.Tensor`): `[m]`, number of each sequence's prompt.
-        signs (`torch.Tensor`, *optional*): `[m]`, what the loss multiplies each log-probability by, 1 or -1.
+        signs (`torch.Tensor`, *optional*): `[m]`, what the loss multiplies each log-probability by, 1 or -1 (or 0).
     """
     norm = ntk.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
     alive = alive & (norm > 0)

@@ -23,7 +23,7 @@ class Ledger:
             [`Expectations`], and 1 where there are any.
         loss_scale (`float`): constant that the loss carries.
         prompts (`torch.Tensor`, *optional*): `[m]`, number of each sequence's prompt, for figures alone.
-        signs (`torch.Tensor`, *optional*): `[m]`, signs that the loss contains, likewise.
+        signs (`torch.Tensor`, *optional*): `[m]`, signs that the loss contains, likewise; 0 does not count.
         beside_terms (`bool`): whether the gradient holds more than the rescaled one.
         table (`torch.Tensor`): `[L, 5, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
         ntk (`torch.Tensor`, *optional*): `[L, m, m]`, the kernel of each layer, in any unit, if the rule needs it.
