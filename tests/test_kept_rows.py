@@ -86,6 +86,17 @@ def test_rows_reach_as_many_steps_back_as_is_asked_for():
         rows = torch.cat([rows[: 2 * turn], step.rows(2), rows[2 * turn + 2 :]])
 
 
+def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind():
+    """Six rows are asked for, and the third step has four positions; memory is that of the first one's rows."""
+    model, isopo = attached()
+    steps = [Step(number) for number in range(4)]
+    for step in steps[:2]:
+        step.run(model, isopo)
+    steps[2].run(model, isopo, (1.0,))
+    steps[3].run(model, isopo)
+    check(model, steps[3].expected(steps[2].G[0]))
+
+
 def test_a_resumed_run_goes_on_bit_for_bit():
     steps = [Step(number) for number in range(5)]
     model, isopo = attached(fisher_steps=2, scale="relative", regularization=0.1)
