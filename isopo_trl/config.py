@@ -437,6 +437,15 @@ class ISOPOConfig(GRPOConfig):
                 "a number in (0, 1].",
             ),
             (
+                self.step_kl_share != type(self).step_kl_share and not self.measures_steps,
+                f"step_kl_share={self.step_kl_share} is of no use where steps are not measured: set target_kl, "
+                "behaviour_kl or log_step_kl=True, or leave it out.",
+            ),
+            (
+                self.target_kl_offload and self.target_kl is None,
+                "target_kl_offload=True is about weights that are kept for target_kl: set target_kl, or leave it out.",
+            ),
+            (
                 self.target_kl is not None and self.learning_rate == 0,
                 f"target_kl={self.target_kl} multiplies the learning rate, which is 0: give learning_rate a number to "
                 "start from, 1e-6 for example.",

@@ -220,6 +220,8 @@ def test_deepspeed_is_refused(settings, tmp_path):
     [
         *(({"target_kl": value}, "nats per token") for value in (0.0, -1.0, math.inf, math.nan)),
         *(({"step_kl_share": value}, "share of a step's sequences") for value in (0.0, 1.5, math.nan)),
+        ({"step_kl_share": 0.5}, "where steps are not measured"),
+        ({"target_kl_offload": True}, "set target_kl, or leave it out"),
         ({"target_kl": 0.01, "learning_rate": 0.0}, "learning rate, which is 0"),
         ({"target_kl": "small"}, "target_kl='small' is of type str"),
         *(({"target_kl": 0.01, "optim": name}, f"does not work with optim='{name}'") for name in REFUSED),
