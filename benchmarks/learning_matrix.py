@@ -128,18 +128,19 @@ class Matrix:
 
     def expected_seconds(self, run: Run, finished: dict[str, dict[str, Any]], parallel: int) -> float:
         """
-        Seconds from the start of a run's process to its end: by the finished runs of the same task that were made with
-        as many at a time, else as the matrix says.
+        Seconds from the start of a run's process to its end: by the finished runs of the same task, in microbatches of
+        the same size, that were made with as many at a time, else as the matrix says.
         """
         like = [
             result
             for result in finished.values()
-            if result.get("settings", {}).get("task") == run.settings["task"]
+            if all(result.get("settings", {}).get(key) == run.settings[key] for key in ("task", "microbatch"))
             and result["settings"]["steps"] > 0
             and result["hardware"]["parallel"] == parallel
         ]
         expected = self.content["expected"]
-        start, step = expected["start"], max(expected["alone"], expected["step"] * parallel)
+        share = expected["step"] + expected["microbatch"] * run.settings["completions"] / run.settings["microbatch"]
+        start, step = expected["start"], max(expected["alone"], share * parallel)
         if like:
             start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
             step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)

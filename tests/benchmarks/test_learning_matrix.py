@@ -25,9 +25,9 @@ def matrix(learning_matrix):
 def small(groups, **others):
     """A matrix of two methods."""
     return {
-        "defaults": {"task": "gsm8k", "steps": 4, "rule": "none"},
+        "defaults": {"task": "gsm8k", "steps": 4, "rule": "none", "completions": 8, "microbatch": 4},
         "tasks": {"gsm8k": {}, "sums": {"steps": 2}},
-        "expected": {"start": 10, "step": 1, "alone": 3},
+        "expected": {"start": 10, "step": 1, "microbatch": 0.5, "alone": 5},
         "methods": {"plain": {}, "fisher": {"rule": "fisher"}},
         "groups": groups,
         **others,
@@ -57,7 +57,8 @@ def test_a_run_that_two_groups_ask_for_is_made_once(learning_matrix):
 def test_settings_of_task_method_and_group_go_before_the_defaults(learning_matrix):
     groups = [{"group": "a", "with": {"task": "sums", "seed": 3}, "over": {"method": ["fisher"]}}]
     (run,) = learning_matrix.Matrix(small(groups)).runs({})
-    assert run.settings == {"task": "sums", "steps": 2, "rule": "fisher", "seed": 3, "method": "fisher"}
+    given = {"task": "sums", "steps": 2, "rule": "fisher", "seed": 3, "method": "fisher"}
+    assert run.settings == {"completions": 8, "microbatch": 4} | given
 
 
 def test_runs_at_the_best_rate_wait_for_the_whole_grid(learning_matrix):
@@ -82,8 +83,8 @@ def test_the_best_rate_is_that_of_the_best_held_back_accuracy(learning_matrix, a
     assert [run.name for run in matrix.runs(finished)][3:] == [f"fisher-lr{best}-seed1", f"fisher-lr{best}-seed2"]
 
 
-def took(task, steps, parallel, total, train):
-    settings = {"task": task, "steps": steps}
+def took(task, steps, parallel, total, train, microbatch=4):
+    settings = {"task": task, "steps": steps, "microbatch": microbatch}
     return {"settings": settings, "hardware": {"parallel": parallel}, "seconds": {"total": total, "train": train}}
 
 
@@ -94,9 +95,10 @@ def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
         "another task": took("sums", 4, 6, 1000, 900),
         "alone on the machine": took("gsm8k", 4, 1, 7, 4),
         "start": took("gsm8k", 0, 6, 500, 0),
+        "smaller microbatches": took("gsm8k", 4, 6, 5000, 4000, microbatch=1),
     }
-    assert matrix.expected_seconds(run, others, 6) == 10 + 4 * 6 * 1
-    assert matrix.expected_seconds(run, {}, 2) == 10 + 4 * 3  # no faster than alone
+    assert matrix.expected_seconds(run, others, 6) == 10 + 4 * 6 * (1 + 2 * 0.5)
+    assert matrix.expected_seconds(run, {}, 2) == 10 + 4 * 5  # no faster than alone
     like = {"a": took("gsm8k", 10, 6, 50, 20), "b": took("gsm8k", 2, 6, 60, 20), "c": took("gsm8k", 4, 6, 56, 20)}
     # 30, 40, 36 beside the steps, and 2, 10, 5 per step
     assert matrix.expected_seconds(run, others | like, 6) == 36 + 4 * 5

@@ -54,9 +54,9 @@ def scheduled(tmp_path):
             made.deadline = time.time()
 
         content = {
-            "defaults": {"task": "t", "steps": steps},
+            "defaults": {"task": "t", "steps": steps, "completions": 1, "microbatch": 1},
             "tasks": {"t": {}},
-            "expected": {"start": expected, "step": 0, "alone": 0},
+            "expected": {"start": expected, "step": 0, "microbatch": 0, "alone": 0},
             "methods": {method: {} for method in methods},
             "groups": [{"group": "all", "over": {"method": methods}}],
         }
@@ -126,7 +126,8 @@ def test_the_first_run_of_a_stretch_counts_on_what_earlier_runs_took(scheduled, 
     """The matrix says 1 s; a run of the same task took 100 s, so that another does not fit into 50."""
     (tmp_path / "runs").mkdir()
     seconds = {"total": 100.0, "train": 60.0}
-    earlier = {"settings": {"task": "t", "steps": 1}, "hardware": {"parallel": 2}, "seconds": seconds}
+    settings = {"task": "t", "steps": 1, "microbatch": 1}
+    earlier = {"settings": settings, "hardware": {"parallel": 2}, "seconds": seconds}
     (tmp_path / "runs" / "earlier.json").write_text(json.dumps(earlier))
     outcome, events = scheduled(["a"], deadline=50.0, parallel=2)
     assert outcome["made"] == [] and events == []
@@ -138,9 +139,9 @@ def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_pa
     from learning_schedule import Schedule
 
     content = {
-        "defaults": {"task": "t", "steps": 1},
+        "defaults": {"task": "t", "steps": 1, "completions": 1, "microbatch": 1},
         "tasks": {"t": {}},
-        "expected": {"start": 1e7, "step": 0, "alone": 0},
+        "expected": {"start": 1e7, "step": 0, "microbatch": 0, "alone": 0},
         "methods": {"a": {}},
         "groups": [{"group": "all", "over": {"method": ["a"]}}],
     }
