@@ -6,7 +6,7 @@ import torch
 from isopo_trl.geometry import reservoir
 from isopo_trl.geometry.sequences import SampleRows, Sequences
 from isopo_trl.geometry.statistics import elementwise_statistics, linear_statistics
-from isopo_trl.kernels import elementwise, kept_rows, linear, rms_norm, v
+from isopo_trl.kernels import elementwise, kept_rows, rms_norm, v
 from isopo_trl.rules import make_rule
 from tests.kernels import batches
 from tests.kernels.batches import DEVICE, EACH_DTYPE, EXACT, FIG4, FISHER, GRADIENT, STATISTIC, Run, batch, close
@@ -38,7 +38,8 @@ def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype)
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
     samples = from_before(given, shape[4])
     run = Run.of(given, FISHER)
-    result = linear.overlap_coefficients(given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
+    arguments = (given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
+    result = kept_rows.overlap_coefficients(*arguments)
     expected, _ = plain(given, samples, FISHER.needs)
     m, n = shape[0], shape[4]
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
@@ -50,7 +51,7 @@ def test_a_rule_with_both_norms_takes_them_too():
     given = batch(3, 7, 5, 33, 6)
     samples, run = from_before(given, 6), Run.of(given, FIG4)
     arguments = (given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
-    overlap = linear.overlap_coefficients(*arguments, finish=False)
+    overlap = kept_rows.overlap_coefficients(*arguments, finish=False)
     expected, V = plain(given, samples, FIG4.needs)
     v.v_coefficients(V.to(EXACT), run.ledger, run.index, overlap, 6)
     run.check(expected, STATISTIC[EXACT])
@@ -85,7 +86,7 @@ def test_rows_are_copied_to_their_slots_and_others_are_left(widths, dtype):
     assert kept_rows.take(rows, buffers)
     kept_rows.put(buffers, rows, source)
     for name, x in expected.items():
-        reservoir.put(x, rows[name], source)
+        reservoir.Source(source).put(x, rows[name])
         assert torch.equal(buffers[name], x), name
 
 
