@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from isopo_trl.geometry import reservoir
+from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Sequences
 from isopo_trl.geometry.statistics import elementwise_statistics, linear_statistics
 from isopo_trl.kernels import elementwise, kept_rows, rms_norm, v
@@ -45,6 +46,47 @@ def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype)
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
     close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
     run.check(expected, STATISTIC[dtype])
+
+
+@pytest.mark.parametrize("slots", [1, None], ids=["a part", "all"])
+@pytest.mark.parametrize("shape", [(3, 7, 5, 33, 130), (1, 2, 40, 1, 9)], ids=str)
+def test_what_measures_a_layer_also_keeps_its_rows(shape, slots):
+    """In whichever program, and whichever of the slots there are."""
+    given = batch(*shape, bias=True)
+    samples, n, rows = from_before(given, shape[4]), shape[4], len(given.g)
+    numbers = torch.arange(n if slots is None else slots) % (rows + 2) - 2  # the first two: zeros, and left alone
+    source = reservoir.Source(numbers.to(DEVICE))
+    found = [torch.full((len(numbers), x.shape[1]), 7.0, device=DEVICE, dtype=EXACT) for x in (given.g, given.a)]
+    expected = [x.clone() for x in found]
+    run, alone = Run.of(given, FISHER), Run.of(given, FISHER)
+    arguments = (given.g, given.a, given.bias, given.sequences, samples)
+    result = kept_rows.overlap_coefficients(*arguments, run.ledger, run.index, into=(*found, source.numbers))
+    for x, own, kept in zip((given.g, given.a), expected, found, strict=True):
+        source.put(own, x)
+        assert torch.equal(kept, own)
+    assert torch.equal(result, kept_rows.overlap_coefficients(*arguments, alone.ledger, alone.index))
+    assert torch.equal(run.ledger.table, alone.ledger.table)
+
+
+def test_rows_of_experts_are_copied_with_their_experts():
+    k, N, n = 2, 6, 5
+    generator = torch.Generator().manual_seed(5)
+    routing = Routing.of(torch.rand(N, 4, generator=generator).topk(k).indices.to(DEVICE), 4, Sequences.regular(2, 3))
+    g, a = (torch.randn(N * k, width, generator=generator).to(DEVICE, EXACT) for width in (5, 1500))
+    source = torch.tensor([4, reservoir.KEEP, reservoir.NOTHING, 0, 5], device=DEVICE)
+    buffers = {"g": torch.full((n, k, 5), 7.0), "a": torch.full((n, k, 1500), 7.0), "choices": torch.full((n, k), 3)}
+    buffers = {name: x.to(DEVICE, torch.long if name == "choices" else EXACT) for name, x in buffers.items()}
+    assert kept_rows.take_routed(g, a, buffers) and not kept_rows.take_routed(g, a.long(), buffers)
+    kept_rows.put_routed(buffers, g, a, routing.choices, routing.places, source)
+    for slot, position in enumerate(source.tolist()):
+        for i in range(k):
+            row = routing.places[position * k + i]
+            if position >= 0:
+                expected = {"g": g[row], "a": a[row], "choices": routing.choices[position, i]}
+            else:
+                left = position == reservoir.KEEP
+                expected = {"g": 7.0 * left, "a": 7.0 * left, "choices": 3 * left}
+            assert all((buffers[name][slot, i] == x).all() for name, x in expected.items()), (slot, i)
 
 
 def test_a_rule_with_both_norms_takes_them_too():
