@@ -179,9 +179,9 @@ class KeptRows:
                 )
         number = self.set_for(size).number
         slots = {name: buffer[:number] for name, buffer in collected.items()}
-        types = {buffer.dtype for name, buffer in slots.items() if name in ("g", "a")}
+        used = {slots[name].dtype for name in ("g", "a") if name in slots}
         held = SampleRows(**self._held[layer]) if layer in self._held else None
-        place = Place(held, slots, types.pop() if len(types) == 1 else None)
+        place = Place(held, slots, used.pop() if len(used) == 1 else None)
         self.places[layer] = place
         return place
 
