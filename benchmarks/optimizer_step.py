@@ -13,6 +13,7 @@ only) is the peak during training, optimizer state and weights included.
     python benchmarks/optimizer_step.py                                            # a small model, for CPUs
     python benchmarks/optimizer_step.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
     python benchmarks/optimizer_step.py --equal 0.5 --rule fisher+skip             # half of the groups left out
+    python benchmarks/optimizer_step.py --accumulation 4 --rule fisher fisher@step # where the metric is taken from
 
 With `--target-kl`, what it costs to measure steps and to keep weights is measured too; a step needs 32 sequences or
 more for that to be a 32nd of them:
@@ -31,6 +32,7 @@ import time
 from setting import (
     HEADER,
     RULES,
+    STEP,
     PeakMemory,
     add_case_options,
     environment,
@@ -65,12 +67,19 @@ class Clock(TrainerCallback):
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_options(parser)
-    rules = [*RULES, *(f"{rule}+skip" for rule in RULES)]
-    parser.add_argument("--rule", choices=rules, default="fisher", help="+skip: with skip_zero_advantage")
+    rules = [*RULES, *(f"{rule}+skip" for rule in RULES), *(f"{rule}{STEP}" for rule in RULES)]
+    parser.add_argument(
+        "--rule",
+        nargs="+",
+        choices=rules,
+        default=["fisher"],
+        metavar="RULE",
+        help=f"one or more; RULE+skip: with skip_zero_advantage, RULE{STEP}: with fisher_scope='step'",
+    )
     parser.add_argument("--equal", type=float, default=0.0, help="share of groups in which all rewards are the same")
     parser.add_argument("--steps-per-generation", type=int, default=4, help="microbatches of one generation")
     parser.add_argument("--accumulation", type=int, default=2, help="microbatches of one optimizer step")
-    parser.add_argument("--target-kl", type=float, help="also the rule with steps of this length")
+    parser.add_argument("--target-kl", type=float, help="also the rules with steps of this length")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=4, help="measured in every round")
     parser.add_argument("--output", help="JSON file for the figures")
@@ -139,7 +148,7 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
 def main():
     options = parse()
     rollout_func = ready_completions(options)
-    names = ["grpo", options.rule] + [options.rule + TARGET] * bool(options.target_kl)
+    names = ["grpo", *options.rule, *(rule + TARGET for rule in options.rule if options.target_kl)]
     times, forwards, peaks = {name: [] for name in names}, {name: [] for name in names}, {}
     for turn in range(options.rounds):
         for name in names if turn % 2 == 0 else names[::-1]:

@@ -8,7 +8,7 @@ then copies its rows. When the step is closed, ranks agree on the best of all of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ MOST_ELEMENTS = 2**23
 _ALIGNMENT = 16
 
 _Rows = dict[str, torch.Tensor]
+# Slots of cotangents and of inputs, `[n, ...]`, and the row that each of them gets, `[n]`
+Into = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -50,12 +52,49 @@ class _Set:
         return self.slots.stop - self.slots.start
 
 
+@dataclass
+class _Alike:
+    """
+    Memory of rows of one shape, of all layers that have such: so that what is done to rows is done to many layers at
+    once.
+
+    Args:
+        layers (`list[tuple[int, str]]`): layers, and what their rows are called.
+        size (`int`): which set they belong to.
+        held, collected (`torch.Tensor`): `[layers, slots, ...]`.
+    """
+
+    layers: list[tuple[int, str]]
+    size: int
+    held: torch.Tensor
+    collected: torch.Tensor
+
+
+@dataclass
+class Place:
+    """
+    Where a layer's rows are.
+
+    Args:
+        held ([`SampleRows`], *optional*): those from before this step.
+        slots (`dict[str, torch.Tensor]`): `[n, ...]`, where this step's are collected.
+        dtype (`torch.dtype`, *optional*): of all of them, inputs and cotangents; `None` where there is none for both.
+    """
+
+    held: SampleRows | None
+    slots: _Rows
+    dtype: torch.dtype | None
+
+
 class KeptRows:
     """
     Args:
         samples (`int`): number of rows per layer, n.
         steps (`int`): number of steps whose rows are held at a time; each step replaces its part.
         seed (`int`): of the draws.
+
+    Attributes:
+        places (`dict[int, Place]`): of the layers that have been asked for, where their rows are.
     """
 
     def __init__(self, samples: int, steps: int = 1, seed: int = 0):
@@ -66,13 +105,15 @@ class KeptRows:
         self._collected: dict[int, _Rows] = {}
         self._set_of: dict[int, int] = {}  # which set a layer's rows belong to: its size, 0 for positions
         self._sets: dict[int, _Set] = {}
-        # Asked for by every layer in every microbatch, and so not made each time
-        self._slots_of: dict[int, _Rows] = {}
-        self._rows_of: dict[int, SampleRows] = {}
-        self._flat: list[torch.Tensor] = []  # memory of what is held, one tensor per type
+        # Asked for by every layer in every microbatch, and so not made each time, nor when memory changes places
+        self.places: dict[int, Place] = {}
+        self._places_before: dict[int, Place] = {}
+        # Once the layers are known: memory of all of them, and what it is cut from, one tensor per type
+        self._alike: list[_Alike] = []
+        self._flat: list[torch.Tensor] = []
+        self._flat_collected: list[torch.Tensor] = []
         self._exchange: list[Any] = []  # under way
         self._loaded: dict[str, Any] | None = None
-        self._begin_step()
 
     # One microbatch
 
@@ -93,8 +134,13 @@ class KeptRows:
         salt = reservoir.salt(self.seed, self.closed_steps)
         there, rows = reservoir.grid(real, sequences)
         priorities = reservoir.position_priorities(there, keys, salt)
-        of_sequences = reservoir.sequence_priorities(there, keys, salt)
-        return Draw(self, priorities, rows, of_sequences, self._loss_scale / loss_scale)
+        return Draw(
+            self,
+            priorities,
+            rows,
+            lambda: reservoir.sequence_priorities(there, keys, salt),
+            self._loss_scale / loss_scale,
+        )
 
     def holds(self, layer: int) -> bool:
         """Whether there are rows of the layer from before this step."""
@@ -112,9 +158,9 @@ class KeptRows:
             found.slots = self._slots(found.size)
         return found
 
-    def slots_of(self, layer: int, size: int, rows: _Rows) -> _Rows:
-        """Where the layer's rows are collected, like `rows` `[N, ...]`."""
-        found = self._slots_of.get(layer)
+    def place_of(self, layer: int, size: int, rows: _Rows) -> Place:
+        """Where the layer's rows are, which are like `rows` `[N, ...]`."""
+        found = self.places.get(layer)
         if found is not None:
             return found
         collected = self._collected.get(layer)
@@ -132,23 +178,27 @@ class KeptRows:
                     "run was resumed, the checkpoint is of another model; else set fisher_scope='microbatch'."
                 )
         number = self.set_for(size).number
-        self._slots_of[layer] = {name: buffer[:number] for name, buffer in collected.items()}
-        return self._slots_of[layer]
+        slots = {name: buffer[:number] for name, buffer in collected.items()}
+        used = {slots[name].dtype for name in ("g", "a") if name in slots}
+        held = SampleRows(**self._held[layer]) if layer in self._held else None
+        place = Place(held, slots, used.pop() if len(used) == 1 else None)
+        self.places[layer] = place
+        return place
 
     def _room(self, size: int) -> int:
         """How many rows a step collects at most."""
         return -(-size // self.steps) if self._held else size
 
     def rows_of(self, layer: int) -> SampleRows | None:
-        """The rows from before this step, if there are any."""
-        return self._rows_of.get(layer)
+        """The rows from before this step, if there are any, of a layer whose place has been asked for."""
+        return self.places[layer].held
 
     def unreached(self, draw: "Draw", layers: Sequence[int]) -> None:
         """A microbatch's backward did not come to these layers: its positions have no gradient there."""
         for layer in layers:
             if layer in self._collected:
                 size = self._set_of[layer]
-                Slots(self.slots_of(layer, size, {}), draw.source(size), draw.factor).put_nothing()
+                Slots(self.place_of(layer, size, {}).slots, draw.source(size), draw.factor).put_nothing()
 
     def commit(self, draw: "Draw") -> None:
         """The microbatch has been all through the layers: its rows are in their slots."""
@@ -167,8 +217,11 @@ class KeptRows:
     def _begin_step(self) -> None:
         for found in self._sets.values():
             found.slots, found.priorities = self._slots(found.size), None
-        self._slots_of = {}
-        self._rows_of = {layer: SampleRows(**held) for layer, held in self._held.items()}
+        if self.steps > 1:
+            self.places = {}  # other slots
+        for layer, place in self.places.items():
+            if place.held is not None and place.held.choices is not None:
+                place.held = SampleRows(**self._held[layer])  # forgets the order of the experts
 
     def restart(self) -> None:
         """Forget what this step has collected: a microbatch was broken off, or its numbers are not finite."""
@@ -187,12 +240,11 @@ class KeptRows:
             self.restart()
             return
         world, rank = (dist.get_world_size(), dist.get_rank()) if _is_distributed() else (1, 0)
-        if world == 1 and self.steps == 1:
+        in_place = self._held.keys() == self._collected.keys()
+        if world == 1 and self.steps == 1 and in_place:
             self._change_places()
             return
-        first = not self._held
-        self._allocate()
-        orders: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        orders: dict[int, tuple[torch.Tensor, torch.Tensor, slice]] = {}
         for size, found in sorted(self._sets.items()):
             priorities = found.priorities
             if priorities is None:  # no layer of this set was reached here
@@ -205,56 +257,69 @@ class KeptRows:
             # In the order of priority, so that slots are the same however the step was cut
             values, places = everyone.topk(found.number, largest=False)
             mine = (places // found.number == rank) & (values != reservoir.ABSENT)
-            orders[size] = places % found.number, ~mine
-        for layer, rows in self._collected.items():
-            found = self._sets[self._set_of[layer]]
-            order, others = orders[self._set_of[layer]]
-            for name, buffer in rows.items():
-                held = self._held[layer][name]
-                chosen = buffer[: found.number].index_select(0, order)
-                chosen = chosen.masked_fill(others.view(-1, *[1] * (buffer.dim() - 1)), 0)
-                if world > 1 and rank > 0 and self.steps > 1:
-                    held.zero_()  # what stays is on the first rank too, and added to nothing
-                held[found.slots] = chosen
+            orders[size] = places % found.number, ~mine, found.slots
+        rows = self._collected
+        if not in_place:
+            self._allocate()
+        if world > 1 and rank > 0 and self.steps > 1:
+            for flat in self._flat:
+                flat.zero_()  # what stays is on the first rank too, and added to nothing
+        if in_place:
+            for alike in self._alike:
+                _choose(alike.collected, alike.held, *orders[alike.size])
+        else:
+            for layer, held in self._held.items():
+                for name, buffer in held.items():
+                    _choose(rows[layer][name].unsqueeze(0), buffer.unsqueeze(0), *orders[self._set_of[layer]])
+        for flat in self._flat_collected:
+            flat.zero_()  # where a step fills no slot
         if world > 1:
             # Awaited when the next microbatch begins; meanwhile the optimizer steps
             self._exchange = [dist.all_reduce(flat, async_op=True) for flat in self._flat]
         self.closed_steps += 1
-        if first and self.steps > 1:  # from now on a part of the rows at a time
-            for rows in self._collected.values():
-                for name, buffer in rows.items():
-                    rows[name] = buffer.new_zeros(self._room(len(buffer)), *buffer.shape[1:])
         self._begin_step()
 
     def _change_places(self) -> None:
         """Close a step of one rank that replaces all rows: nobody has better ones, and nothing is copied."""
-        free = {
-            layer: self._held.get(layer) or {name: torch.zeros_like(x) for name, x in rows.items()}
-            for layer, rows in self._collected.items()
-        }
-        self._held, self._collected = self._collected, free
-        torch._foreach_zero_([x for rows in free.values() for x in rows.values()])  # where a step fills no slot
+        self._held, self._collected = self._collected, self._held
+        self._flat, self._flat_collected = self._flat_collected, self._flat
+        self.places, self._places_before = self._places_before, self.places
+        for alike in self._alike:
+            alike.held, alike.collected = alike.collected, alike.held
+        for flat in self._flat_collected:
+            flat.zero_()  # where a step fills no slot
         self.closed_steps += 1
         self._begin_step()
 
     def _allocate(self) -> None:
-        """Give layers that hold no rows yet a place in memory; all layers of one type share it, for the exchange."""
-        if self._held.keys() == self._collected.keys():
-            return
-        before, self._held, self._flat = self._held, {}, []
-        by_type: dict[torch.dtype, list[tuple[int, str, torch.Tensor]]] = {}
-        for layer, rows in sorted(self._collected.items()):
+        """
+        Give the rows of all layers that collect any a place in memory: a few tensors, however many layers there are.
+        What is held is taken along, what was collected is not.
+        """
+        before, collected = self._held, self._collected
+        self._held, self._collected, self._alike, self._flat, self._flat_collected = {}, {}, [], [], []
+        self.places, self._places_before = {}, {}
+        by_type: dict[torch.dtype, dict[tuple, list[tuple[int, str]]]] = {}
+        for layer, rows in sorted(collected.items()):
             for name, buffer in rows.items():
-                by_type.setdefault(buffer.dtype, []).append((layer, name, buffer))
-        for entries in by_type.values():
-            shapes = [(self.set_for(self._set_of[layer]).size, *buffer.shape[1:]) for layer, _, buffer in entries]
-            sizes = [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
-            flat = entries[0][2].new_zeros(sum(sizes))
+                shape = (self._set_of[layer], *buffer.shape[1:])
+                by_type.setdefault(buffer.dtype, {}).setdefault(shape, []).append((layer, name))
+        device = next(iter(next(iter(collected.values())).values())).device
+        for dtype, by_shape in by_type.items():
+            sizes = [self.set_for(shape[0]).size for shape in by_shape]
+            rooms = [-(-size // self.steps) for size in sizes]
+            kinds = [(len(layers), shape[1:]) for shape, layers in by_shape.items()]
+            flat, held = _cut(kinds, sizes, dtype, device)
+            flat_collected, free = _cut(kinds, rooms, dtype, device)
             self._flat.append(flat)
-            for (layer, name, _), shape, view in zip(entries, shapes, flat.split(sizes), strict=True):
-                self._held.setdefault(layer, {})[name] = view[: math.prod(shape)].view(shape)
-                if layer in before:
-                    self._held[layer][name].copy_(before[layer][name])
+            self._flat_collected.append(flat_collected)
+            for (shape, layers), x, y in zip(by_shape.items(), held, free, strict=True):
+                self._alike.append(_Alike(layers, shape[0], x, y))
+                for (layer, name), own, other in zip(layers, x, y, strict=True):
+                    self._held.setdefault(layer, {})[name] = own
+                    self._collected.setdefault(layer, {})[name] = other
+                    if layer in before:
+                        own.copy_(before[layer][name])
 
     def _wait(self) -> None:
         for work in self._exchange:
@@ -270,7 +335,8 @@ class KeptRows:
         self._wait()
         # Copies, since what is held is written over
         rows = {
-            layer: {name: x.to("cpu", copy=True) for name, x in held.items()} for layer, held in self._held.items()
+            layer: {name: x.to("cpu", copy=True) for name, x in held.items()}
+            for layer, held in sorted(self._held.items())
         }
         return {
             "closed_steps": self.closed_steps,
@@ -284,8 +350,9 @@ class KeptRows:
     def load_state_dict(self, state: dict[str, Any] | None) -> bool:
         """Go on from what was saved; returns whether its rows can be used, which takes the same numbers of them."""
         self._wait()
-        self._held, self._collected, self._flat, self._sets, self._set_of = {}, {}, [], {}, {}
-        self._begin_step()
+        self._held, self._collected, self._sets, self._set_of = {}, {}, {}, {}
+        self.places, self._places_before = {}, {}
+        self._alike, self._flat, self._flat_collected = [], [], []
         self._loss_scale = self._loaded = None
         if state is None:
             return False
@@ -301,14 +368,51 @@ class KeptRows:
             return
         self._set_of = dict(state["sets"])
         self._collected = {
-            layer: {name: torch.zeros_like(x[: -(-len(x) // self.steps)], device=device) for name, x in rows.items()}
-            for layer, rows in state["rows"].items()
+            layer: {name: x[:0].to(device) for name, x in rows.items()} for layer, rows in state["rows"].items()
         }
         self._allocate()
         for layer, rows in state["rows"].items():
             for name, x in rows.items():
                 self._held[layer][name].copy_(x)
         self._begin_step()
+
+
+def _cut(
+    kinds: list[tuple[int, tuple[int, ...]]], slots: list[int], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """
+    Zeros in one piece, and parts of it, `[layers, slots, ...]` each, in which every layer's rows are aligned.
+
+    Args:
+        kinds (`list`): of each part the number of layers and the shape of a row.
+        slots (`list[int]`): of each part the number of slots.
+    """
+    shapes = [(number, *row) for (_, row), number in zip(kinds, slots, strict=True)]
+    sizes = [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
+    lengths = [layers * size for (layers, _), size in zip(kinds, sizes, strict=True)]
+    flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
+    parts = [
+        piece.view(-1, size)[:, : math.prod(shape)].unflatten(1, shape)
+        for piece, size, shape in zip(flat.split(lengths), sizes, shapes, strict=True)
+    ]
+    return flat, parts
+
+
+def _choose(
+    collected: torch.Tensor, held: torch.Tensor, order: torch.Tensor, others: torch.Tensor, slots: slice
+) -> None:
+    """
+    Move rows of this rank to where they are held.
+
+    Args:
+        collected (`torch.Tensor`): `[layers, n, ...]`, the rows.
+        held (`torch.Tensor`): `[layers, slots, ...]`, where they go.
+        order (`torch.Tensor`): which row each slot gets.
+        others (`torch.Tensor`): which slots are another rank's to fill.
+        slots (`slice`): the slots.
+    """
+    chosen = collected.index_select(1, order)
+    held[:, slots] = chosen.masked_fill_(others.view(1, -1, *[1] * (held.dim() - 2)), 0)
 
 
 @dataclass
@@ -319,41 +423,41 @@ class Draw:
     Args:
         kept ([`KeptRows`]): where it goes.
         priorities, rows (`torch.Tensor`): `[m, T]`, of its positions.
-        of_sequences (`torch.Tensor`): `[m]`, priorities of whole sequences.
+        of_sequences (`Callable`): returns priorities `[m]` of whole sequences, which few models need.
         factor (`float`): that makes its rows comparable with the others'.
 
     Attributes:
         samples ([`Samples`]): the best positions of this microbatch alone, for layers that have no rows from before.
-        outcomes (`dict`): of each set, the priorities of its slots, and the row that each gets.
+        outcomes (`dict`): of each set, the priorities of its slots, and what each gets.
     """
 
     kept: KeptRows
     priorities: torch.Tensor
     rows: torch.Tensor
-    of_sequences: torch.Tensor
+    of_sequences: Callable[[], torch.Tensor]
     factor: float
     samples: Samples = field(init=False)
-    outcomes: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(init=False, default_factory=dict)
+    outcomes: dict[int, tuple[torch.Tensor, reservoir.Source]] = field(init=False, default_factory=dict)
     _slots: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self):
         self.offered, self.samples = reservoir.best(self.priorities, self.rows, self.kept.samples)
         self.source()
 
-    def source(self, size: int = 0) -> torch.Tensor:
-        """The row that each slot gets, or `KEEP`: of positions, or of a set of `size` whole sequences."""
+    def source(self, size: int = 0) -> reservoir.Source:
+        """What each slot gets: of positions, or of a set of `size` whole sequences."""
         if size not in self.outcomes:
             found = self.kept.set_for(size)
-            offered, rows = self.offered, self.samples.rows
+            offered, samples = self.offered, self.samples
             if size:
-                offered, samples = reservoir.best(
-                    self.of_sequences, torch.arange(len(self.of_sequences), device=rows.device), found.number
-                )
-                rows = samples.rows
-            held = found.priorities
-            if held is None:
-                held = offered.new_full((found.number,), reservoir.ABSENT)
-            self.outcomes[size] = reservoir.replaced(held, offered, rows)
+                of_sequences = self.of_sequences()
+                numbers = torch.arange(len(of_sequences), device=of_sequences.device)
+                offered, samples = reservoir.best(of_sequences, numbers, found.number)
+            if found.priorities is None:
+                priorities, numbers = reservoir.placed(offered, samples, found.number)
+            else:
+                priorities, numbers = reservoir.replaced(found.priorities, offered, samples.rows)
+            self.outcomes[size] = priorities, reservoir.Source(numbers, fills=True)
         return self.outcomes[size][1]
 
     def exchange(self, layer: int, rows: _Rows, sequences: int = 0) -> SampleRows | None:
@@ -365,14 +469,20 @@ class Draw:
             rows (`dict[str, torch.Tensor]`): by the names of the fields of [`SampleRows`].
             sequences (`int`): if not 0, rows are those of whole sequences, of which so many are kept.
         """
-        buffers, source = self.kept.slots_of(layer, sequences, rows), self.source(sequences)
-        if self.factor == 1 and kernels.take(rows, buffers):
-            kernels.put(buffers, rows, source)
-        else:
-            slots = Slots(buffers, source, self.factor)
-            for name, x in rows.items():
-                slots.put(name, x)
-        return self.kept.rows_of(layer)
+        place, source = self.kept.place_of(layer, sequences, rows), self.source(sequences)
+        Slots(place.slots, source, self.factor).put_all(rows)
+        return place.held
+
+    def exchange_in_kernel(self, layer: int, g: torch.Tensor, a: torch.Tensor) -> tuple[SampleRows, Into] | None:
+        """
+        The same for a linear layer whose kernel keeps its rows along with measuring: what the last step has kept, and
+        where to put what the next one needs; `None` where there is nothing to measure with, or rows are not copied as
+        they are.
+        """
+        place = self.kept.places.get(layer) or self.kept.place_of(layer, 0, {"g": g, "a": a})
+        if place.held is None or place.dtype is not g.dtype or self.factor != 1:
+            return None
+        return place.held, (place.slots["g"], place.slots["a"], self.source().numbers)
 
     def is_plain(self, layer: int) -> bool:
         """Whether the layer is measured with rows from before, and its own are kept as they are."""
@@ -380,17 +490,19 @@ class Draw:
 
     def vectors(self, layer: int, like: torch.Tensor) -> torch.Tensor:
         """Where the rows of an elementwise parameter are collected, `[n, d]`, for one like `[..., d]`."""
-        return self.kept.slots_of(layer, 0, {"g": like.new_empty(0, like.shape[-1])})["g"]
+        place = self.kept.places.get(layer)
+        if place is None:
+            place = self.kept.place_of(layer, 0, {"g": like.new_empty(0, like.shape[-1])})
+        return place.slots["g"]
 
     def put_samples(self, layer: int, v: torch.Tensor, rows: int) -> None:
         """Keep rows of an elementwise parameter, given at this microbatch's `samples`, `[n, d]`, of so many rows."""
-        source = reservoir.moved(self.source(), self.samples.slots(rows).long())
-        reservoir.put(self.vectors(layer, v), v, source, self.factor)
+        self.source().moved(self.samples.slots(rows).long()).put(self.vectors(layer, v), v, self.factor)
 
     def slots(self, rows: int) -> torch.Tensor:
         """Which slot each of so many rows gets, `[N]`, or `-1`."""
         if self._slots is None:
-            source = self.source()
+            source = self.source().numbers
             numbers = torch.arange(len(source), dtype=torch.int32, device=source.device)
             slots = torch.full((rows + 1,), -1, dtype=torch.int32, device=source.device)
             # Slots that get none all write to the spare last row
@@ -406,8 +518,8 @@ class Draw:
             like (`dict[str, torch.Tensor]`): `[0, ...]`, what its rows look like.
             row_of (`torch.Tensor`): `[N]`, the row of each position at this layer; `-1` where it has none.
         """
-        source = reservoir.moved(self.source(), row_of)
-        return Slots(self.kept.slots_of(layer, 0, like), source, self.factor, self.kept.rows_of(layer))
+        place = self.kept.place_of(layer, 0, like)
+        return Slots(place.slots, self.source().moved(row_of), self.factor, place.held)
 
     def exchange_routed(
         self, layer: int, g: torch.Tensor, a: torch.Tensor, choices: torch.Tensor, places: torch.Tensor
@@ -421,16 +533,20 @@ class Draw:
             choices (`torch.Tensor`): `[N, k]`, the experts of each position.
             places (`torch.Tensor`): `[N k]`, the row of each of these.
         """
-        k, source = choices.shape[1], self.source().unsqueeze(1)
-        like = {"g": g.new_empty(0, k, g.shape[1]), "a": a.new_empty(0, k, a.shape[1]), "choices": choices[:0]}
-        buffers = self.kept.slots_of(layer, 0, like)
-        Slots(buffers, self.source(), self.factor).put("choices", choices)
-        rows = torch.where(source < 0, source, places.view(-1, k)[source.squeeze(1).clamp(min=0)])
-        by_row = {name: buffers[name].flatten(0, 1) for name in ("g", "a")}
-        slots = Slots(by_row, rows.reshape(-1), self.factor)
-        slots.put("g", g)
-        slots.put("a", a)
-        return self.kept.rows_of(layer)
+        place, source = self.kept.places.get(layer), self.source()
+        k = choices.shape[1]
+        if place is None:
+            like = {"g": g.new_empty(0, k, g.shape[1]), "a": a.new_empty(0, k, a.shape[1]), "choices": choices[:0]}
+            place = self.kept.place_of(layer, 0, like)
+        if self.factor == 1 and kernels.take_routed(g, a, place.slots):
+            kernels.put_routed(place.slots, g, a, choices, places, source.numbers)
+            return place.held
+        source.put(place.slots["choices"], choices)
+        by_choice = source.numbers.unsqueeze(1)
+        rows = torch.where(by_choice < 0, by_choice, places.view(-1, k)[source.rows])
+        by_row = {name: place.slots[name].flatten(0, 1) for name in ("g", "a")}
+        Slots(by_row, reservoir.Source(rows.reshape(-1), fills=True), self.factor).put_all({"g": g, "a": a})
+        return place.held
 
 
 @dataclass
@@ -440,27 +556,35 @@ class Slots:
 
     Args:
         buffers (`dict[str, torch.Tensor]`): `[n, ...]`, by the names of the fields of [`SampleRows`].
-        source (`torch.Tensor`): `[n]`, the row that each slot gets, `KEEP` or `NOTHING`.
+        source ([`~geometry.reservoir.Source`]): what each slot gets.
         factor (`float`): what cotangents are multiplied by.
         held ([`SampleRows`], *optional*): the layer's rows from before this step.
     """
 
     buffers: _Rows
-    source: torch.Tensor
+    source: reservoir.Source
     factor: float
     held: SampleRows | None = None
+
+    def put_all(self, rows: _Rows) -> None:
+        """Copy rows out of `rows` `[N, ...]`."""
+        if self.factor == 1 and kernels.take(rows, self.buffers):
+            kernels.put(self.buffers, rows, self.source.numbers)
+            return
+        for name, x in rows.items():
+            self.source.put(self.buffers[name], x, self.factor if name == "g" else 1.0)
 
     def put(self, name: str, x: torch.Tensor, part: slice = slice(None)) -> None:
         """Copy rows out of `x` `[N, ...]`, the `part` of the features."""
         buffer = self.buffers[name]
-        buffer = buffer if part == slice(None) else buffer[:, part]
-        reservoir.put(buffer, x, self.source, self.factor if name == "g" else 1.0)
+        buffers = {name: buffer if part == slice(None) else buffer[:, part]}
+        Slots(buffers, self.source, self.factor).put_all({name: x})
 
     def put_nothing(self) -> None:
         """There are no rows: positions that take a slot have no gradient at this layer."""
-        source = torch.where(self.source < 0, self.source, reservoir.NOTHING)
+        source = self.source.nothing()
         for buffer in self.buffers.values():
-            reservoir.put(buffer, buffer, source)
+            source.put(buffer, buffer)
 
 
 def is_state(state: Any) -> bool:

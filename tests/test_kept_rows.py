@@ -6,8 +6,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isopo_trl import ISOPO, checkpoints
+from isopo_trl.geometry.sequences import Sequences
 from isopo_trl.kept_rows import KeptRows
 from tests import oracle, tiny, training
 from tests.test_step_scope import sampled_positions
@@ -289,6 +291,34 @@ def test_a_step_collects_no_more_rows_than_it_replaces():
         Step(number).run(model, isopo)
         sizes.append(len(isopo._kept._collected[0]["g"]))
     assert sizes == [2, 2, 2] and len(isopo._kept._held[0]["g"]) == 6
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("steps", [1, 2], ids=["changing places", "choosing rows"])
+def test_closing_a_step_takes_as_many_operations_for_two_layers_as_for_five(steps):
+    """Choosing rows is what several ranks do, too."""
+    taken = []
+    for layers in (2, 5):
+        kept = KeptRows(6, steps)
+        for number in range(3):
+            step = Step(number)
+            draw = kept.draw(step.mask != 0, Sequences.regular(B, T), torch.arange(B), 1.0)
+            for layer in range(layers):
+                draw.exchange(layer, {"g": step.g.flatten(0, 1), "a": step.x.flatten(0, 1)})
+            kept.commit(draw)
+            with Operations() as operations:
+                kept.close()
+        taken.append(operations.names)
+    assert taken[0] == taken[1] and (steps > 1 or taken[0] == ["aten.zero_.default"])
 
 
 def test_nothing_is_drawn_from_the_global_stream():

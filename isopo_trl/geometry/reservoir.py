@@ -10,6 +10,9 @@ best so far: each microbatch offers its own `n` best, which take the places of t
 Everything has a fixed shape, and nothing looks at values on the host.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 
 from .sequences import Samples, Sequences
@@ -37,8 +40,16 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def salt(seed: int, step: int) -> int:
     """What a step's hashes begin with, from the seed and the number of the step."""
-    numbers = torch.tensor([seed, step])
-    return int(mixed(mixed(numbers[:1]) + numbers[1:] * _GOLDEN))
+    hashed = _mixed_number(_mixed_number(seed) + step * _GOLDEN)
+    return hashed - 2**64 if hashed >= 2**63 else hashed
+
+
+def _mixed_number(x: int) -> int:
+    """[`mixed`] of one number, on the host."""
+    x %= 2**64
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        x = (x ^ (x >> shift)) * factor % 2**64
+    return x ^ (x >> 31)
 
 
 def content_keys(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -93,6 +104,23 @@ def best(priorities: torch.Tensor, rows: torch.Tensor, number: int) -> tuple[tor
     return values, Samples(rows=rows.reshape(-1)[places].clamp(min=0), absent=absent)
 
 
+def placed(offered: torch.Tensor, samples: Samples, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What [`replaced`] returns for a reservoir of so many `slots` that holds nothing yet.
+
+    Args:
+        offered (`torch.Tensor`): `[k]`, priorities of the `samples`, smallest first.
+        samples ([`Samples`]): the rows on offer.
+        slots (`int`): number of slots, n.
+    """
+    priorities, source = offered[:slots], samples.present[:slots]  # absent ones are `KEEP`
+    if len(offered) < slots:
+        missing = (slots - len(offered),)
+        priorities = torch.cat([priorities, priorities.new_full(missing, ABSENT)])
+        source = torch.cat([source, source.new_full(missing, KEEP)])
+    return priorities, source
+
+
 def replaced(held: torch.Tensor, offered: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Let the offered rows take the places of those that they beat.
@@ -120,18 +148,50 @@ def replaced(held: torch.Tensor, offered: torch.Tensor, rows: torch.Tensor) -> t
     )
 
 
-def moved(source: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
-    """`source` where rows are numbered differently: `row_of` `[N]` is the new number, or `-1` for a row of zeros."""
-    there = row_of[source.clamp(min=0)]
-    return torch.where(source < 0, source, torch.where(there < 0, NOTHING, there))
-
-
-def put(buffer: torch.Tensor, x: torch.Tensor, source: torch.Tensor, factor: float = 1.0) -> None:
+@dataclass(frozen=True)
+class Source:
     """
-    Write the rows of `x` `[N, ...]` that `source` `[n]` names to their slots of `buffer` `[n, ...]`, times `factor`.
+    What the slots of a reservoir get of a microbatch.
+
+    Args:
+        numbers (`torch.Tensor`): `[n]`, the row that each slot gets, `KEEP` or `NOTHING`.
+        fills (`bool`): whether `NOTHING` is not among them.
     """
-    shape = (-1, *[1] * (x.dim() - 1))
-    rows = x.index_select(0, source.clamp(min=0))
-    rows = (rows if factor == 1 else rows * factor).to(buffer.dtype)
-    rows = rows.masked_fill((source == NOTHING).view(shape), 0)
-    torch.where((source == KEEP).view(shape), buffer, rows, out=buffer)
+
+    numbers: torch.Tensor
+    fills: bool = False
+
+    # Every layer asks for these
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """A row for each slot, `[n]`, also for those that get none."""
+        return self.numbers.clamp(min=0)
+
+    @cached_property
+    def keeps(self) -> torch.Tensor:
+        """`[n]`, which slots keep what they have."""
+        return self.numbers == KEEP
+
+    @cached_property
+    def empties(self) -> torch.Tensor:
+        """`[n]`, which slots get zeros."""
+        return self.numbers == NOTHING
+
+    def moved(self, row_of: torch.Tensor) -> "Source":
+        """The same where rows are numbered differently: `row_of` `[N]` is the new number, or `-1` for zeros."""
+        there = row_of[self.rows]
+        return Source(torch.where(self.numbers < 0, self.numbers, torch.where(there < 0, NOTHING, there)))
+
+    def nothing(self) -> "Source":
+        """The same where there are no rows: slots that would get one get zeros."""
+        return Source(torch.where(self.numbers < 0, self.numbers, NOTHING))
+
+    def put(self, buffer: torch.Tensor, x: torch.Tensor, factor: float = 1.0) -> None:
+        """Write rows of `x` `[N, ...]` to their slots of `buffer` `[n, ...]`, times `factor`."""
+        shape = (-1, *[1] * (x.dim() - 1))
+        rows = x.index_select(0, self.rows)
+        rows = (rows if factor == 1 else rows * factor).to(buffer.dtype)
+        if not self.fills:
+            rows = rows.masked_fill(self.empties.view(shape), 0)
+        torch.where(self.keeps.view(shape), buffer, rows, out=buffer)

@@ -164,6 +164,15 @@ class Routing:
         assert self._sample_rows is not None
         return self._sample_rows
 
+    def kept_rows(self, samples: SampleRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for rows from before: their numbers among those of `samples`, `[n k, ...]`."""
+        experts, rows = samples.by_expert
+        return rows, torch.searchsorted(experts, self._numbers)
+
+    @cached_property
+    def _numbers(self) -> torch.Tensor:
+        return torch.arange(self.experts + 1, device=self.keys.device)
+
     def sampled(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor, int]:
         """
         Where the rows of sampled positions go in a stack `[E, n, ...]` of the samples by expert.

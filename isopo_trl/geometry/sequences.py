@@ -172,6 +172,12 @@ class SampleRows:
         assert self.a is not None
         return self.a
 
+    @cached_property
+    def by_expert(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All `choices` in ascending order, `[n k]`, and where each of them is among the flattened ones."""
+        assert self.choices is not None
+        return torch.sort(self.choices.reshape(-1))
+
 
 def draw_samples(real: torch.Tensor, number: int, seed: int) -> Samples:
     """

@@ -15,8 +15,9 @@ import torch
 from transformers.utils import is_triton_available
 
 from ..geometry.routing import Routing
-from ..geometry.sequences import Samples
+from ..geometry.sequences import SampleRows, Samples
 from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, KernelLedger, _interacting, _non_interacting, tiles
+from .kept_rows import LARGE_BLOCK, _square_sum
 from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
 from .linear import _by_row, _pipeline, _row_products
 
@@ -35,6 +36,8 @@ _PARTS = 16
 def _expert_overlap_kernel(
     g,
     a,
+    g_samples,
+    a_samples,
     bounds,
     samples,
     sample_bounds,
@@ -45,6 +48,9 @@ def _expert_overlap_kernel(
     D: tl.constexpr,
     STRIDE_G: tl.constexpr,
     STRIDE_A: tl.constexpr,
+    STRIDE_GS: tl.constexpr,
+    STRIDE_AS: tl.constexpr,
+    KEPT: tl.constexpr,
     BIAS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -52,6 +58,8 @@ def _expert_overlap_kernel(
     BN: tl.constexpr,
     BP: tl.constexpr,
     BD: tl.constexpr,
+    ROW_P: tl.constexpr,
+    ROW_D: tl.constexpr,
 ):
     part = tl.program_id(0)
     s = tl.program_id(1)
@@ -70,20 +78,29 @@ def _expert_overlap_kernel(
             row = begin + tl.arange(0, BT)
             real = row < end
             left = _row_products(
-                g, STRIDE_G, row, real, g, STRIDE_G, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION
+                g, STRIDE_G, row, real, g_samples, STRIDE_GS, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION
             )
             right = _row_products(
-                a, STRIDE_A, row, real, a, STRIDE_A, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION
+                a, STRIDE_A, row, real, a_samples, STRIDE_AS, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION
             )
             if BIAS:
                 right += 1.0
             products = left * right
             total += tl.sum(products, 0)
-            # A sample's own norm is its product with itself, in the one program that has it among its rows
-            own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
-            here = (sample >= begin) & (sample < tl.minimum(begin + BT, end))
-            tl.store(norms + j, own, mask=here)
+            if not KEPT:
+                # A sample's own norm is its product with itself, in the one program that has it among its rows
+                own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
+                here = (sample >= begin) & (sample < tl.minimum(begin + BT, end))
+                tl.store(norms + j, own, mask=here)
         tl.store(overlaps + j, total, mask=have)
+    if KEPT:  # samples are rows of tensors of their own, and each program has its share of their norms
+        for q in range(tl.load(sample_bounds + e) + s * parts + part, last_sample, m * parts):
+            of_sample = tl.load(samples + q)
+            own = _square_sum(a_samples + of_sample * STRIDE_AS, ACC, D, ROW_D)
+            if BIAS:
+                own += 1.0
+            own *= _square_sum(g_samples + of_sample * STRIDE_GS, ACC, P, ROW_P)
+            tl.store(norms + q, own)
 
 
 @jit(do_not_specialize=["m"])
@@ -252,15 +269,17 @@ def _overlap_plan(
     m: int,
     E: int,
     parts: int,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, int, int, int, int, int],
+    kept: bool,
     bias: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
-    P, D, _, _ = shape
+    P, D = shape[:2]
     width, stages = _pipeline(dtype, device, _ROWS + _SAMPLES)
     widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
-    constants = (*shape, bias, *types_of(dtype), _ROWS, _SAMPLES, *widths)
+    of_row = (min(power_of_two(P), LARGE_BLOCK), min(power_of_two(D), LARGE_BLOCK))
+    constants = (*shape, kept, bias, *types_of(dtype), _ROWS, _SAMPLES, *widths, *of_row)
     return Plan((parts, m, E), constants, {"num_warps": 4, "num_stages": stages})
 
 
@@ -300,7 +319,7 @@ def expert_coefficients(
     a: torch.Tensor,
     bias: bool,
     routing: Routing,
-    samples: Samples | None,
+    samples: Samples | SampleRows | None,
     ledger: KernelLedger,
     index: int,
 ) -> None:
@@ -312,7 +331,8 @@ def expert_coefficients(
         a (`torch.Tensor`): `[S, d]` inputs.
         bias (`bool`): whether a trained bias takes part, one more input that is always 1.
         routing ([`Routing`]): whose the rows are; every row must be some sequence's.
-        samples ([`Samples`], *optional*): sampled positions; needed for the overlap.
+        samples ([`Samples`] or [`SampleRows`], *optional*): sampled positions, or rows from before, of the type of
+            `g`; needed for the overlap.
         ledger, index: where the coefficients go; `index` is the first expert's.
     """
     needs = ledger.rule.needs
@@ -327,18 +347,25 @@ def expert_coefficients(
     sample_bounds, count = bounds, 0
     if needs.overlap:
         assert samples is not None
-        rows, sample_bounds = routing.sample_rows(samples)
+        g_samples, a_samples, kept = g, a, isinstance(samples, SampleRows)
+        if isinstance(samples, SampleRows):
+            g_samples, a_samples = samples.g, samples.inputs
+            rows, sample_bounds = routing.kept_rows(samples)
+        else:
+            rows, sample_bounds = routing.sample_rows(samples)
         count = len(rows)
         norms = scratch(g, (m * parts + 1) * count)
-        plan = _overlap_plan(m, E, parts, shape, bias, g.dtype, g.device)
-        launch(_expert_overlap_kernel, plan, (g, a, bounds, rows, sample_bounds, norms), (m, count))
+        strides = (g_samples.stride(-2), a_samples.stride(-2))  # `[n, k, ...]` is `[n k, ...]`
+        plan = _overlap_plan(m, E, parts, (*shape, *strides), kept, bias, g.dtype, g.device)
+        tensors = (g, a, g_samples, a_samples, bounds, rows, sample_bounds, norms)
+        launch(_expert_overlap_kernel, plan, tensors, (m, count))
     if needs.norm or needs.ntk:
         sums = scratch(g, E * m * (m if needs.ntk else parts))
         plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
     plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype, g.device)
-    tensors = (norms, sample_bounds, sums, *ledger.tensors)
-    launch(_expert_coefficients_kernel, plan, tensors, (m, count, parts, index))
+    of_all = (norms, sample_bounds, sums, *ledger.tensors)
+    launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index))
 
 
 def scaled(x: torch.Tensor, routing: Routing, ledger: KernelLedger, index: int) -> torch.Tensor:

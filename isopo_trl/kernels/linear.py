@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
-from ..geometry.sequences import SampleRows, Samples, Sequences
+from ..geometry.sequences import Samples, Sequences
 from .coefficients import TABLE_ROWS, KernelLedger, _fisher_square, _is_last, _non_interacting, tiles
 from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
 
@@ -55,23 +55,10 @@ def _row_products(
     return acc
 
 
-@jit()
-def _square_sums(y, stride: tl.constexpr, sample, have, acc, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`acc + |y[sample]|^2`, `[samples]`."""
-    k = tl.arange(0, BLOCK)
-    for start in range(0, WIDTH, BLOCK):
-        inside = have[:, None] & (start + k < WIDTH)[None, :]
-        values = tl.load(y + sample[:, None] * stride + start + k[None, :], mask=inside, other=0.0).to(acc.dtype)
-        acc += tl.sum(values * values, 1)
-    return acc
-
-
 @jit(do_not_specialize=["m", "T", "n", "index"])
 def _overlap_kernel(
     g,
     a,
-    g_samples,
-    a_samples,
     rows,
     norms,
     counter,
@@ -87,9 +74,6 @@ def _overlap_kernel(
     D: tl.constexpr,
     STRIDE_G: tl.constexpr,
     STRIDE_A: tl.constexpr,
-    STRIDE_GS: tl.constexpr,
-    STRIDE_AS: tl.constexpr,
-    KEPT: tl.constexpr,
     BIAS: tl.constexpr,
     FINISH: tl.constexpr,
     VARIANT: tl.constexpr,
@@ -110,35 +94,20 @@ def _overlap_kernel(
     real = t < T
     row = s.to(tl.int64) * T + t
     j = tl.program_id(2) * BN + tl.arange(0, BN)
-    if KEPT:  # the samples are rows of tensors of their own
-        sample = tl.where(j < n, j, -1).to(tl.int64)
-    else:
-        sample = tl.load(rows + j, mask=j < n, other=-1)
+    sample = tl.load(rows + j, mask=j < n, other=-1)
     have = sample >= 0
-    left = _row_products(
-        g, STRIDE_G, row, real, g_samples, STRIDE_GS, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION
-    )
-    right = _row_products(
-        a, STRIDE_A, row, real, a_samples, STRIDE_AS, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION
-    )
+    left = _row_products(g, STRIDE_G, row, real, g, STRIDE_G, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION)
+    right = _row_products(a, STRIDE_A, row, real, a, STRIDE_A, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION)
     if BIAS:
         right += 1.0
     products = left * right
     tl.store(partial + (s * blocks + block) * n + j, tl.sum(products, 0), mask=j < n)
-    if KEPT:
-        if s + block == 0:
-            own = _square_sums(a_samples, STRIDE_AS, sample, have, tl.zeros((BN,), ACC), D, BD)
-            if BIAS:
-                own += 1.0
-            own *= _square_sums(g_samples, STRIDE_GS, sample, have, tl.zeros((BN,), ACC), P, BP)
-            tl.store(norms + j, own, mask=j < n)
-    else:
-        # A sample's own norm is its product with itself, in the one program that has it among its rows
-        own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
-        first = s.to(tl.int64) * T + block * BT
-        here = (sample >= first) & (sample < first + tl.minimum(BT, T - block * BT))
-        absent = (sample < 0) & (tl.zeros((BN,), tl.int32) + s + block == 0)
-        tl.store(norms + j, own, mask=(here | absent) & (j < n))
+    # A sample's own norm is its product with itself, in the one program that has it among its rows
+    own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
+    first = s.to(tl.int64) * T + block * BT
+    here = (sample >= first) & (sample < first + tl.minimum(BT, T - block * BT))
+    absent = (sample < 0) & (tl.zeros((BN,), tl.int32) + s + block == 0)
+    tl.store(norms + j, own, mask=(here | absent) & (j < n))
     if FINISH:
         if _is_last(counter, blocks * tl.num_programs(1) * tl.num_programs(2)):
             fisher_square, informed = _fisher_square(partial, norms, m, n, blocks, BM, BB, BN)
@@ -206,8 +175,7 @@ def _overlap_plan(
     m: int,
     T: int,
     n: int,
-    shape: tuple[int, int, int, int, int, int],
-    kept: bool,
+    shape: tuple[int, int, int, int],
     bias: bool,
     finish: bool,
     variant: int,
@@ -220,7 +188,7 @@ def _overlap_plan(
     BM, BN, BB = tiles(m, n, blocks)
     width, stages = _pipeline(dtype, device, BT + BN)
     widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
-    constants = (*shape, kept, bias, finish, variant, *types_of(dtype), BT, BN, *widths, BM, BB)
+    constants = (*shape, bias, finish, variant, *types_of(dtype), BT, BN, *widths, BM, BB)
     return Plan((blocks, m, -(-n // BN)), constants, {"num_warps": 4, "num_stages": stages})
 
 
@@ -229,7 +197,7 @@ def overlap_coefficients(
     a: torch.Tensor,
     bias: bool,
     sequences: Sequences,
-    samples: Samples | SampleRows,
+    samples: Samples,
     ledger: KernelLedger,
     index: int,
     finish: bool = True,
@@ -242,16 +210,10 @@ def overlap_coefficients(
     """
     g, a = _by_row(g), _by_row(a)
     m, T, n = sequences.count, sequences.length, samples.number
-    g_samples, a_samples, rows = g, a, ledger.counter
-    kept = isinstance(samples, SampleRows)
-    if isinstance(samples, SampleRows):
-        g_samples, a_samples = samples.g, samples.inputs
-    else:
-        rows = samples.present
-    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0), g_samples.stride(0), a_samples.stride(0))
-    plan = _overlap_plan(m, T, n, shape, kept, bias, finish, ledger.variant, g.dtype, g.device)
+    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
+    plan = _overlap_plan(m, T, n, shape, bias, finish, ledger.variant, g.dtype, g.device)
     overlap = scratch(g, m * plan.grid[0] * n + n)
-    launch(_overlap_kernel, plan, (g, a, g_samples, a_samples, rows, overlap, *ledger.tensors), (m, T, n, index))
+    launch(_overlap_kernel, plan, (g, a, samples.present, overlap, *ledger.tensors), (m, T, n, index))
     return overlap
 
 

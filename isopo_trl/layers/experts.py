@@ -344,7 +344,10 @@ def _gradients(
     if microbatch.draw is not None:
         places = (routing.choices, routing.places)
         samples = microbatch.draw.exchange_routed(stack.index, g, inputs, *places) or samples
-    if g.dtype == a.dtype and microbatch.kernels_take(g) and not isinstance(samples, SampleRows):
+    of_one_type = g.dtype == a.dtype
+    if isinstance(samples, SampleRows):
+        of_one_type = of_one_type and samples.g.dtype == samples.inputs.dtype == g.dtype
+    if of_one_type and microbatch.kernels_take(g):
         ledger = microbatch.stack_ledger(stack.indices)
         kernels.expert_coefficients(g, inputs, bias, routing, samples, ledger, stack.index)
         scaled = functools.partial(kernels.scaled, routing=routing, ledger=ledger, index=stack.index)

@@ -9,6 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Samples
 from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
+from ..kernels import kept_rows as kept_kernels
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
 from ..kernels.coefficients import usable
@@ -100,16 +101,24 @@ def linear_gradient(
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         return None, elementwise_gradient(g, index, microbatch, dtype)
     sequences, needs = microbatch.sequences, microbatch.rule.needs
-    samples = microbatch.sampled(index, g, a=a)
-    n = 0 if samples is None else samples.number
     kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
-    if isinstance(samples, SampleRows):
-        kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
+    samples: Any = microbatch.samples
+    into = None
+    if microbatch.draw is not None:
+        exchanged = microbatch.draw.exchange_in_kernel(index, g, a) if kernels else None
+        if exchanged is not None:
+            samples, into = exchanged
+        else:
+            samples = microbatch.sampled(index, g, a=a)
+            kernels = kernels and not isinstance(samples, SampleRows)
+    n = 0 if samples is None else samples.number
     size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
     strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
     if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
-        total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, dtype, strategy)
+        total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, into, dtype, strategy)
     else:
+        if into is not None:
+            microbatch.sampled(index, g, a=a)
         total, g, a = _by_torch(g, a, bias, index, microbatch, samples, dtype, strategy)
     if total is None:
         total = g.t() @ a if g.dtype == dtype else product(g.t(), a).to(dtype)
@@ -149,6 +158,7 @@ def _by_kernels(
     index: int,
     microbatch: Microbatch,
     samples: Any,
+    into: Any,
     dtype: torch.dtype,
     strategy: Strategy,
 ) -> _Total:
@@ -158,7 +168,11 @@ def _by_kernels(
     overlap: Any = None
     if needs.overlap:
         finish = not (needs.norm or needs.ntk)
-        overlap = row_kernels.overlap_coefficients(g, a, bias, sequences, samples, ledger, index, finish)
+        given = (g, a, bias, sequences, samples, ledger, index, finish)
+        if isinstance(samples, SampleRows):
+            overlap = kept_kernels.overlap_coefficients(*given, into)
+        else:
+            overlap = row_kernels.overlap_coefficients(*given)
     n = 0 if overlap is None else samples.number
     if strategy == "kept":
         V = product(sequences.padded(g).transpose(1, 2), with_ones(sequences.padded(a), bias))

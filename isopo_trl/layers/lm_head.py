@@ -142,10 +142,12 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     vocab, d = weight.shape
     a = hidden.to(ctx.compute_dtype)
     keeping = None
-    samples: Any = None if microbatch.samples is None else microbatch.samples.moved(ctx.row_of)
+    samples: Any = None
     if microbatch.draw is not None:
         keeping = microbatch.draw.in_parts(index, {"g": a.new_empty(0, vocab), "a": a[:0]}, ctx.row_of)
-        samples = keeping.held or samples
+        samples = keeping.held
+    if samples is None and microbatch.samples is not None:
+        samples = microbatch.samples.moved(ctx.row_of)
     m, n = sequences.count, 0 if samples is None else samples.number
 
     if len(a) == 0:  # no token is scored, and TRL still asks for a gradient

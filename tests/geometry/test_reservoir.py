@@ -56,7 +56,7 @@ def test_the_reservoir_ends_with_the_best_of_all(n, cut):
     for offered, rows in zip(values.split(cut), x.split(cut), strict=True):
         best, samples = reservoir.best(offered, torch.arange(len(offered)), n)
         held, source = reservoir.replaced(held, best, samples.rows)
-        reservoir.put(buffer, rows, source)
+        reservoir.Source(source, fills=True).put(buffer, rows)
     expected = values.sort().values[:n].tolist()
     assert held.sort().values[: len(expected)].tolist() == expected
     full = held != reservoir.ABSENT
@@ -67,7 +67,7 @@ def test_the_reservoir_ends_with_the_best_of_all(n, cut):
 def test_rows_are_put_in_their_slots_times_a_factor_and_others_are_left():
     buffer, x = torch.full((4, 2), 9.0), torch.arange(6.0).view(3, 2)
     source = torch.tensor([2, reservoir.KEEP, reservoir.NOTHING, 0])
-    reservoir.put(buffer, x, reservoir.moved(source, torch.tensor([1, 0, -1])), 0.5)
+    reservoir.Source(source).moved(torch.tensor([1, 0, -1])).put(buffer, x, 0.5)
     assert buffer.tolist() == [[0, 0], [9, 9], [0, 0], [1, 1.5]]
 
 

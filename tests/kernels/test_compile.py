@@ -222,17 +222,29 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     sequences, _, ledger = microbatch(RULES["fisher"], m, T, n)
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
-    linear.overlap_coefficients(g, a, True, sequences, samples, ledger, 0)
     source = tensor(n, dtype=torch.int64)
+    kept_rows.overlap_coefficients(
+        g, a, True, sequences, samples, ledger, 0, into=(*(samples.g, samples.inputs), source)
+    )
     kept_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
     kept_rows.put({"g": tensor(n, p)}, {"g": g}, source)
-    assert set(compiled) == {"_overlap_kernel", "_put_kernel"}
+    E, k = 16, 4
+    choices = tensor(m * T, k, dtype=torch.int64)
+    rows = {"g": tensor(m * T * k, p, dtype=dtype), "a": tensor(m * T * k, d, dtype=dtype)}
+    of_experts = {"g": tensor(n, k, p, dtype=dtype), "a": tensor(n, k, d, dtype=dtype), "choices": choices[:n]}
+    places = tensor(m * T * k, dtype=torch.int64)
+    kept_rows.put_routed(of_experts, *rows.values(), choices, places, source)
+    routing = Routing(choices, E, m, places, places)
+    experts.expert_coefficients(*rows.values(), True, routing, SampleRows(**of_experts), ledger, 0)
+    kernels = {"_kept_overlap_kernel", "_put_kernel", "_put_routed_kernel"}
+    assert set(compiled) == kernels | {"_expert_overlap_kernel", "_expert_coefficients_kernel"}
 
 
 def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel", "_put_kernel"}
+    tried |= {"_kept_overlap_kernel", "_put_routed_kernel"}
     tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried

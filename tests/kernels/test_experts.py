@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isopo_trl.geometry.routing import Routing, routed_statistics
-from isopo_trl.geometry.sequences import Samples, Sequences
+from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
 from isopo_trl.kernels import experts
 from isopo_trl.kernels.coefficients import KernelLedger
 from isopo_trl.kernels.launch import INTERPRET
@@ -49,7 +49,7 @@ class Rows:
     a: torch.Tensor
     bias: bool
     routing: Routing
-    samples: Samples
+    samples: Samples | SampleRows
     advantages: torch.Tensor
 
 
@@ -79,6 +79,12 @@ def ledgers(given, rule, loss_scale=0.5):
     return running, *(running.open(given.advantages, loss_scale) for _ in range(2))
 
 
+def exact(samples):
+    if isinstance(samples, Samples):
+        return samples
+    return SampleRows(samples.g.double(), samples.inputs.double(), samples.choices)
+
+
 def check(given, rule):
     dtype = given.g.dtype
     running, ours, plain = ledgers(given, rule)
@@ -88,7 +94,7 @@ def check(given, rule):
     )
     places = slice(FIRST, FIRST + given.routing.experts)
     statistics = routed_statistics(
-        given.g.double(), given.a.double(), given.bias, given.routing, given.samples, rule.needs
+        given.g.double(), given.a.double(), given.bias, given.routing, exact(given.samples), rule.needs
     )
     history, known = running.history[places], running.known[places]
     expected = stacked_coefficients(rule, statistics, plain.advantages, history, known, plain.loss_scale)
@@ -98,6 +104,23 @@ def check(given, rule):
             close(one, other, STATISTIC[dtype], f"{place} {name}")
             assert torch.equal(one == 0, other == 0), f"{place} {name}"
     return ledger, plain.table[places, 0]
+
+
+def from_before(given, n, seed=7):
+    """Rows of other positions at the experts that these were sent to; some of them are zero, as absent ones are."""
+    generator = torch.Generator().manual_seed(seed)
+    k = given.routing.choices.shape[1]
+    g, a = (torch.randn(n, k, x.shape[1], generator=generator).to(x) for x in (given.g, given.a))
+    choices = torch.rand(n, given.routing.experts, generator=generator).topk(k).indices.to(DEVICE)
+    g[n // 2], a[n // 2], choices[n // 2] = 0, 0, 0
+    return SampleRows(g, a, choices)
+
+
+@pytest.mark.parametrize("rule", [FISHER, FIG4], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_samples_may_be_rows_from_before(shape, rule):
+    given = rows(*shape, bias=sum(shape) % 2 == 0)
+    check(replace(given, samples=from_before(given, shape[6])), rule)
 
 
 def is_quick(shape, rule, dtype):
