@@ -98,7 +98,6 @@ class ISOPO:
         self._draws = 0
         self._last: tuple[Ledger, list[int]] | None = None
         self._running: RunningStatistics | None = None
-        self._unscaled: RunningStatistics | None = None  # of rule "none", for terms without an advantage
         self._loaded: dict[str, Any] | None = None
         self._model = model
         self._parameters_are_planned = False  # checked once per optimizer step
@@ -273,10 +272,7 @@ class ISOPO:
                 "No trained layer took part in the forward with gradients, so `unscaled` has nothing to go back "
                 "through. With gradient checkpointing, use the variant with `use_reentrant=False`."
             )
-        if self._unscaled is None:
-            rule = make_rule("none")
-            self._unscaled = RunningStatistics(len(self._places), self.regularization_decay, rule, term.device)
-        microbatch.backward_of_term(term, self._unscaled)
+        microbatch.backward_of_term(term)
 
     def end(self) -> None:
         """
@@ -346,9 +342,9 @@ class ISOPO:
 
     def _verify_terms(self, microbatch: Microbatch) -> None:
         """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
-        if microbatch.of_terms is None:
+        if not microbatch.visits_of_terms:
             return
-        both = zip(self._place_names, microbatch.of_terms.visits, microbatch.visits, strict=True)
+        both = zip(self._place_names, microbatch.visits_of_terms, microbatch.visits, strict=True)
         lost = [name for name, of_term, of_loss in both if of_term and not of_loss]
         if lost:
             raise RuntimeError(

@@ -44,10 +44,11 @@ class Microbatch:
         lends (`bool`): whether views of parameters may stand in their place (`layers.any_module`).
         entered (`list[int]`): layers whose forward has run since, in that order.
         in_graph (`list[torch.Tensor]`): a trained parameter of each layer in the graph.
-        of_terms ([`Microbatch`], *optional*): the same microbatch for terms that carry no advantage: no sequence is
-            rescaled there.
-        in_term (`bool`): whether the backward under way is that of such a term; then layers work for `of_terms`, whose
-            own backward is always one.
+        in_term (`bool`): whether the backward under way is that of a term that carries no advantage.
+        visits_of_terms (`list[int]`): how often the backward of such a term came to each layer; empty where there was
+            none.
+        recomputes (`bool`): whether, in the backward of such a term, a layer's forward has run again: then what the
+            graph needs is not in memory, but made once more (gradient checkpointing).
     """
 
     shape: tuple[int, int]
@@ -67,8 +68,9 @@ class Microbatch:
     lends: bool = field(init=False, default=False)
     entered: list[int] = field(init=False, default_factory=list)
     in_graph: list[torch.Tensor] = field(init=False, default_factory=list)
-    of_terms: "Microbatch | None" = field(init=False, default=None)
     in_term: bool = field(init=False, default=False)
+    visits_of_terms: list[int] = field(init=False, default_factory=list)
+    recomputes: bool = field(init=False, default=False)
     _kernel_ledger: KernelLedger | None = field(init=False, default=None)
     _kernels_take: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
@@ -87,6 +89,7 @@ class Microbatch:
 
     def add_to_graph(self, module: nn.Module) -> None:
         """Note a trained parameter of a layer in the graph, through which the layer's backward can be asked for."""
+        self.recomputes = self.recomputes or self.in_term
         # As the module has it now: FSDP exchanges parameters between forward and backward
         for p in module._parameters.values():
             if p is not None and p.requires_grad:
@@ -164,25 +167,33 @@ class Microbatch:
 
     # Terms without an advantage
 
-    def backward_of_term(self, term: torch.Tensor, unscaled: RunningStatistics) -> None:
-        """
-        Run the backward of a loss `term` that carries no advantage, and keep its gradients until the loss's own.
+    def visit_in_term(self, *indices: int) -> None:
+        """Note that the backward of a term has come to these layers."""
+        for index in indices:
+            self.visits_of_terms[index] += 1
 
-        Args:
-            term (`torch.Tensor`): scalar.
-            unscaled ([`RunningStatistics`]): those of rule `"none"`, for as many layers.
+    def backward_of_term(self, term: torch.Tensor) -> None:
         """
-        if self.of_terms is None:
-            ones = torch.ones_like(self.advantages)
-            rule = unscaled.rule
-            self.of_terms = Microbatch(self.shape, self.sequences, None, ones, rule, unscaled, scored=self.scored)
-            self.of_terms.in_term = True
+        Run the backward of a loss `term` (a scalar) that carries no advantage, and keep what the parameters get of it
+        until the loss's own.
+        """
+        self.visits_of_terms = self.visits_of_terms or [0] * len(self.visits)
         self.in_term = self.ledger.beside_terms = True
         try:
             # Asked for as the gradient of parameters, so that it is returned (as None) instead of accumulated
             torch.autograd.grad(term, self.in_graph, retain_graph=True, allow_unused=True)
         finally:
             self.in_term = False
+
+    def keeps_rows(self, g: torch.Tensor, a: torch.Tensor, experts: int = 1) -> bool:
+        """
+        Whether a layer that the backward of a term has come to keeps its cotangents `g` `[N, p]`, instead of the
+        gradients that they make with its inputs `a` `[N, d]`, `experts` times `[p, d]`: that product need not be made
+        then. It does where they are no larger than the gradients, or than the inputs, which are in memory unless they
+        are recomputed.
+        """
+        d = a.shape[1]
+        return len(g) <= experts * d or (g.shape[1] <= d and not self.recomputes)
 
     # The layout of positions
 

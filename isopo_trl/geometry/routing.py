@@ -146,10 +146,13 @@ class Routing:
         """Sum over the rows of each (expert, sequence), `[S, n]` -> `[E, m, n]`, in float32 or better."""
         return _segment_sums(x, self.bounds).view(self.experts, self.sequences + 1, -1)[:, :-1]
 
-    def scaled(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Each row multiplied by `c` `[E, m]` of its expert and sequence; zero for rows of no sequence."""
-        c = torch.nn.functional.pad(c, (0, 1)).reshape(-1)
-        return x * c[self.keys].unsqueeze(1)
+    def scaled(self, x: torch.Tensor, c: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Each row multiplied by `c` `[E, m]` of its expert and sequence; zero for rows of no sequence. `plus`, of the
+        shape of `x`, is added.
+        """
+        c = torch.nn.functional.pad(c, (0, 1)).reshape(-1)[self.keys].unsqueeze(1)
+        return x * c if plus is None else torch.addcmul(plus, x, c)
 
     def sample_rows(self, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
         """

@@ -79,12 +79,18 @@ class Sequences:
             return x.reshape(*x.shape[:-1], self.count, self.length).sum(-1)
         return torch.where(self.index >= 0, x[..., self.index.clamp(min=0)], 0).sum(-1)
 
-    def scaled(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """Each row multiplied by its sequence's value, `x` `[N, ...]`, `c` `[m]`; zero for rows of no sequence."""
+    def scaled(self, x: torch.Tensor, c: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Each row multiplied by its sequence's value, `x` `[N, ...]`, `c` `[m]`; zero for rows of no sequence. `plus`,
+        of the shape of `x`, is added.
+        """
         if self.ids is None:
-            return (self.padded(x) * c.view(-1, *[1] * x.dim())).view(x.shape)
-        c = torch.where(self.ids < 0, 0, c[self.ids.clamp(min=0)])
-        return x * c.view(-1, *[1] * (x.dim() - 1))
+            c = c.view(-1, *[1] * x.dim())
+            if plus is not None:
+                return torch.addcmul(self.padded(plus), self.padded(x), c).view(x.shape)
+            return (self.padded(x) * c).view(x.shape)
+        c = torch.where(self.ids < 0, 0, c[self.ids.clamp(min=0)]).view(-1, *[1] * (x.dim() - 1))
+        return x * c if plus is None else torch.addcmul(plus, x, c)
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,13 @@ _FEATURE_BLOCK = 64
 MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
 
 
-@jit(do_not_specialize=["m", "T", "n", "index", "splits"])
+@jit(do_not_specialize=["m", "T", "n", "index", "splits", "parts"])
 def _elementwise_kernel(
     v,
     of_samples,
     rows,
     sums,
+    plus,
     scratch,
     out,
     counter,
@@ -52,6 +53,7 @@ def _elementwise_kernel(
     n,
     index,
     splits,
+    parts,
     D: tl.constexpr,
     SUMMED: tl.constexpr,
     VARIANT: tl.constexpr,
@@ -66,7 +68,7 @@ def _elementwise_kernel(
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
     last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these
-    has the coefficients.
+    has the coefficients. What `plus` adds up to is added to the result.
     """
     block = tl.program_id(0)
     s = tl.program_id(2)
@@ -74,7 +76,8 @@ def _elementwise_kernel(
     d = block * BD + tl.arange(0, BD)
     inside = d < D
     V = scratch
-    partial = V + m * D
+    added = V + m * D
+    partial = added + D
     norms = partial
     if VARIANT & OVERLAP:
         norms += m * blocks * n
@@ -107,6 +110,12 @@ def _elementwise_kernel(
             real = (q < m)[:, None, None] & (part < splits)[None, :, None] & inside[None, None, :]
             gradient += tl.sum(tl.load(sums + source, mask=real, other=0.0, cache_modifier=".cg"), 1)
         tl.store(V + q[:, None] * D + d[None, :], gradient, mask=(q < m)[:, None] & inside[None, :])
+        total_plus = tl.zeros((BD,), ACC)
+        for start in range(0, parts, 64):
+            part = start + tl.arange(0, 64)
+            real_part = (part < parts)[:, None] & inside[None, :]
+            total_plus += tl.sum(tl.load(plus + part[:, None] * D + d[None, :], mask=real_part, other=0.0), 0)
+        tl.store(added + d, total_plus, mask=inside)
         if VARIANT & OVERLAP:
             for first in range(0, n, BN):
                 j = first + tl.arange(0, BN)
@@ -168,6 +177,7 @@ def _elementwise_kernel(
                 mask = (q < m)[:, None] & (e < D)[None, :]
                 values = tl.load(V + q[:, None] * D + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                 result = tl.sum(values * c.to(ACC)[:, None], 0)
+                result += tl.load(added + e, mask=e < D, other=0.0, cache_modifier=".cg")
                 tl.store(out + e, result.to(out.dtype.element_ty), mask=e < D)
 
 
@@ -183,7 +193,7 @@ def _elementwise_plan(
     splits = max(1, min(1024 // (m * blocks), T // 256))
     acc, _ = types_of(dtypes[0])
     needs = rule.needs
-    size = m * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
+    size = (m + 1) * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
     constants = (D, summed, variant_of(rule), acc, "ieee" if acc == tl.float64 else "tf32x3", 64, BD, BM, BN, BB)
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
@@ -201,12 +211,14 @@ def elementwise_gradient(
     index: int,
     dtype: torch.dtype,
     sums: torch.Tensor | None = None,
+    plus: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     `sum_s c_s V_s` `[d]` of an elementwise parameter, from its gradient at each position, `v` `[N, d]`.
 
     Where these are summed already, `sums` `[m, splits, d]` are the sums, and `v` `[n, d]` those of the samples alone.
-    Samples that are rows from before are where they are.
+    Samples that are rows from before are where they are. The sum over `plus` `[parts, d]`, which has the type of sums,
+    is added.
     """
     v = v.contiguous()
     m, T, D = sequences.count, sequences.length, v.shape[1]
@@ -226,6 +238,7 @@ def elementwise_gradient(
     else:
         rows = samples.order if summed else samples.present
     out = torch.empty(D, device=v.device, dtype=dtype)
-    tensors = (v, of_samples, rows, sums, scratch(v, size), out, *ledger.tensors)
-    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits))
+    parts = 0 if plus is None else len(plus)
+    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, scratch(v, size), out, *ledger.tensors)
+    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits, parts))
     return out

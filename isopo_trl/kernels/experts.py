@@ -236,6 +236,7 @@ def _expert_coefficients_kernel(
 @jit(do_not_specialize=["m", "S", "index"])
 def _expert_scale_kernel(
     x,
+    plus,
     out,
     keys,
     table,
@@ -244,6 +245,8 @@ def _expert_scale_kernel(
     index,
     D: tl.constexpr,
     STRIDE: tl.constexpr,
+    STRIDE_PLUS: tl.constexpr,
+    PLUS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -258,7 +261,10 @@ def _expert_scale_kernel(
         c = c.to(tl.float32)
     inside = real[:, None] & (d < D)[None, :]
     values = tl.load(x + row[:, None] * STRIDE + d[None, :], mask=inside, other=0.0)
-    tl.store(out + row[:, None] * D + d[None, :], values * c[:, None], mask=inside)
+    values = values * c[:, None]
+    if PLUS:
+        values += tl.load(plus + row[:, None] * STRIDE_PLUS + d[None, :], mask=inside, other=0.0)
+    tl.store(out + row[:, None] * D + d[None, :], values, mask=inside)
 
 
 # What follows from shapes is worked out once for each: Python at every layer is what there is to save
@@ -308,10 +314,17 @@ def _coefficients_plan(m: int, E: int, parts: int, variant: int, dtype: torch.dt
 
 
 @lru_cache(maxsize=4096)
-def _scale_plan(S: int, D: int, stride: int, dtype: torch.dtype, device: torch.device) -> Plan:
+def _scale_plan(
+    S: int,
+    D: int,
+    strides: tuple[int, int],
+    adds: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> Plan:
     BD = min(power_of_two(D), 1024)
     BT = part_of(2**13, BD, S)
-    return Plan((-(-S // BT), -(-D // BD), 1), (D, stride, BT, BD))
+    return Plan((-(-S // BT), -(-D // BD), 1), (D, *strides, adds, BT, BD))
 
 
 def expert_coefficients(
@@ -368,11 +381,17 @@ def expert_coefficients(
     launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index))
 
 
-def scaled(x: torch.Tensor, routing: Routing, ledger: KernelLedger, index: int) -> torch.Tensor:
-    """Each row of `x` `[S, d]` times the coefficient of its sequence at its expert, the first of which is `index`."""
+def scaled(
+    x: torch.Tensor, routing: Routing, ledger: KernelLedger, index: int, plus: torch.Tensor | None = None
+) -> torch.Tensor:
+    """
+    Each row of `x` `[S, d]` times the coefficient of its sequence at its expert, the first of which is `index`; `plus`
+    `[S, d]` is added.
+    """
     x = _by_row(x)
+    other = x if plus is None else _by_row(plus)
     S, D = x.shape
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    plan = _scale_plan(S, D, x.stride(0), x.dtype, x.device)
-    launch(_expert_scale_kernel, plan, (x, out, routing.keys, ledger.table), (routing.sequences, S, index))
+    plan = _scale_plan(S, D, (x.stride(0), other.stride(0)), plus is not None, (x.dtype, other.dtype), x.device)
+    launch(_expert_scale_kernel, plan, (x, other, out, routing.keys, ledger.table), (routing.sequences, S, index))
     return out

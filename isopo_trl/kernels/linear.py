@@ -130,6 +130,7 @@ def _overlap_kernel(
 @jit(do_not_specialize=["m", "T", "index"])
 def _scale_kernel(
     x,
+    plus,
     out,
     table,
     m,
@@ -137,6 +138,8 @@ def _scale_kernel(
     index,
     D: tl.constexpr,
     STRIDE: tl.constexpr,
+    STRIDE_PLUS: tl.constexpr,
+    PLUS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
@@ -149,7 +152,10 @@ def _scale_kernel(
     values = tl.load(x + row[:, None] * STRIDE + d[None, :], mask=inside, other=0.0)
     if x.dtype.element_ty != tl.float64:
         c = c.to(tl.float32)
-    tl.store(out + row[:, None] * D + d[None, :], values * c, mask=inside)
+    values = values * c
+    if PLUS:
+        values += tl.load(plus + row[:, None] * STRIDE_PLUS + d[None, :], mask=inside, other=0.0)
+    tl.store(out + row[:, None] * D + d[None, :], values, mask=inside)
 
 
 def _pipeline(dtype: torch.dtype, device: torch.device, rows: int) -> tuple[int, int]:
@@ -218,17 +224,29 @@ def overlap_coefficients(
 
 
 @lru_cache(maxsize=4096)
-def _scale_plan(m: int, T: int, D: int, stride: int, dtype: torch.dtype, device: torch.device) -> Plan:
+def _scale_plan(
+    m: int,
+    T: int,
+    D: int,
+    strides: tuple[int, int],
+    adds: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+) -> Plan:
     BD = min(power_of_two(D), 1024)
     BT = part_of(2**13, BD, T)
-    return Plan((-(-T // BT), -(-D // BD), m), (D, stride, BT, BD))
+    return Plan((-(-T // BT), -(-D // BD), m), (D, *strides, adds, BT, BD))
 
 
-def scaled(x: torch.Tensor, sequences: Sequences, ledger: KernelLedger, index: int) -> torch.Tensor:
-    """Each row of `x` `[N, d]` times its sequence's coefficient at layer `index`."""
+def scaled(
+    x: torch.Tensor, sequences: Sequences, ledger: KernelLedger, index: int, plus: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each row of `x` `[N, d]` times its sequence's coefficient at layer `index`; `plus` `[N, d]` is added."""
     x = _by_row(x)
+    other = x if plus is None else _by_row(plus)
     m, T, D = sequences.count, sequences.length, x.shape[1]
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    plan = _scale_plan(m, T, D, x.stride(0), x.dtype, x.device)
-    launch(_scale_kernel, plan, (x, out, ledger.table), (m, T, index))
+    strides, dtypes = (x.stride(0), other.stride(0)), (x.dtype, other.dtype)
+    plan = _scale_plan(m, T, D, strides, plus is not None, dtypes, x.device)
+    launch(_scale_kernel, plan, (x, other, out, ledger.table), (m, T, index))
     return out

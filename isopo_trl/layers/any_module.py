@@ -40,7 +40,7 @@ from ..geometry.statistics import Statistics, accumulation_dtype, sequence_sampl
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
 from .dora import constant_norms
-from .layer import LENT, Inseparable, Layer, Place, layer_backward
+from .layer import LENT, Inseparable, Layer, Place, layer_backward, put_aside, with_aside
 
 
 class AnyModuleLayer(Layer):
@@ -210,7 +210,7 @@ class SequenceGroup(Layer):
 
         Args:
             use ([`_Use`]): the forward.
-            microbatch ([`Microbatch`]): the one that the backward is for, maybe that of terms without an advantage.
+            microbatch ([`Microbatch`]): the one that the backward is for.
             totals (`list`): gradient of each parameter that was handed out, as autograd adds it up; none for layers
                 that were called, which took the parameters themselves.
             inputs (`tuple[torch.Tensor, ...]`): the tensors among the module's arguments.
@@ -231,9 +231,8 @@ class SequenceGroup(Layer):
         for layer in layers.values():
             if layer in self.watched:
                 layer.kind = AnyModuleLayer.kind  # type: ignore[misc]
-        if microbatch is use.microbatch.of_terms:
-            for index in layers:
-                microbatch.coefficients(index, Statistics())
+        if microbatch.in_term:
+            microbatch.visit_in_term(*layers)
             return result
         m = microbatch.sequences.count
         if m == 1 and microbatch.sequences.ids is None:  # all that there is belongs to the one sequence
@@ -305,6 +304,10 @@ class _Use:
         return keep
 
 
+def _of_term(ctx: Any, *totals: torch.Tensor | None) -> None:
+    put_aside(ctx, *ctx.use.group.gradients(ctx.use, ctx.microbatch, list(totals), ctx.saved_tensors))
+
+
 class _HandOut(torch.autograd.Function):
     """Give the module views of its parameters, and take back their gradients."""
 
@@ -316,11 +319,11 @@ class _HandOut(torch.autograd.Function):
         return tuple(p.view_as(p) for p in tensors[:number])
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, *totals):
         inputs = ctx.saved_tensors
         gradients = ctx.use.group.gradients(ctx.use, ctx.microbatch, list(totals), inputs)
-        return None, None, *gradients, *(None,) * len(inputs)
+        return None, None, *with_aside(ctx, *gradients), *(None,) * len(inputs)
 
 
 class _Again:

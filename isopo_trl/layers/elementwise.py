@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..geometry.statistics import elementwise_statistics
+from ..geometry.statistics import accumulation_dtype, elementwise_statistics
 from ..kernels import elementwise as kernel
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
-from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, layer_backward
+from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, layer_backward, put_aside, with_aside
 
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
@@ -76,6 +76,12 @@ class ElementwiseLayer(VectorLayer):
             module._parameters.update(own)
 
 
+def _of_term(ctx: Any, *gradients: torch.Tensor) -> None:
+    ctx.microbatch.visit_in_term(ctx.layer.index)
+    sums = [g.flatten(0, -2).sum(0, dtype=accumulation_dtype(g.dtype)) for g in gradients]
+    put_aside(ctx, *(total.to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)))
+
+
 class _HandOut(torch.autograd.Function):
     """Give each position its own view of the parameters; take back one gradient per position."""
 
@@ -89,16 +95,16 @@ class _HandOut(torch.autograd.Function):
         return tuple(p.view_as(p).expand(*shape, -1) for p in parameters)
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, *gradients):
         microbatch, layer = ctx.microbatch, ctx.layer
         rows = [g.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes)) for g in gradients]
         v = microbatch.rows(layer.name, torch.cat(rows, dim=-1) if len(rows) > 1 else rows[0])
         total = elementwise_gradient(v, layer.index, microbatch, ctx.dtypes[0])
         if len(rows) == 1:
-            return None, None, None, None, total
-        flat = total.split(v.shape[1] // len(rows))
-        return None, None, None, None, *(g.to(dtype) for g, dtype in zip(flat, ctx.dtypes, strict=True))
+            return None, None, None, None, *with_aside(ctx, total)
+        flat = zip(total.split(v.shape[1] // len(rows)), ctx.dtypes, strict=True)
+        return None, None, None, None, *with_aside(ctx, *(g.to(dtype) for g, dtype in flat))
 
 
 def position_axes(name: str, x: torch.Tensor, microbatch: Microbatch) -> tuple[tuple[int, ...], bool]:

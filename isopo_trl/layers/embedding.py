@@ -8,7 +8,16 @@ from torch import nn
 from ..geometry.statistics import OneHotInputs, ghost_statistics
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
-from .layer import PROBE_ERRORS, Inseparable, Layer, Unsupported, has_own_forward, layer_backward
+from .layer import (
+    PROBE_ERRORS,
+    Inseparable,
+    Layer,
+    Unsupported,
+    has_own_forward,
+    layer_backward,
+    put_aside,
+    take_aside,
+)
 
 
 class EmbeddingLayer(Layer):
@@ -65,6 +74,25 @@ def _looks_up_and_scales(module: nn.Embedding) -> bool:
     return torch.equal(output, table[ids] * _as(getattr(module, "embed_scale", 1.0), table))
 
 
+def _of_term(ctx: Any, grad: torch.Tensor) -> None:
+    """Keep the cotangents of a term `[N, d]`, or where the table is smaller than these, its gradient."""
+    ids, g = _rows(ctx, grad)
+    ctx.microbatch.visit_in_term(ctx.layer.index)
+    if len(g) > ctx.rows:
+        g = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)
+    put_aside(ctx, g)
+
+
+def _rows(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids `[N]` and cotangents `[N, d]`."""
+    (ids,) = ctx.saved_tensors
+    ids = ctx.microbatch.rows(ctx.layer.name, ids, features=0)
+    g = ctx.microbatch.rows(ctx.layer.name, grad)
+    if ctx.padding_idx is not None:
+        g = g.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
+    return ids, g
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, weight, padding_idx, layer, microbatch):
@@ -75,18 +103,18 @@ class _Embedding(torch.autograd.Function):
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad):
-        (ids,) = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
-        ids = microbatch.rows(layer.name, ids, features=0)
-        g = microbatch.rows(layer.name, grad)
-        if ctx.padding_idx is not None:
-            g = g.masked_fill((ids == ctx.padding_idx).unsqueeze(1), 0)
+        ids, g = _rows(ctx, grad)
         needs = microbatch.rule.needs
         samples = microbatch.sampled(layer.index, g, a=ids)
         statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, samples, needs)
-        c = microbatch.coefficients(layer.index, statistics)
-        g = microbatch.sequences.scaled(g, c.to(g.dtype))
+        c = microbatch.coefficients(layer.index, statistics).to(g.dtype)
+        (aside,) = take_aside(ctx) or (None,)
+        rows_aside = aside if len(g) <= ctx.rows else None
+        g = microbatch.sequences.scaled(g, c, rows_aside)
         gradient = torch.ops.aten.embedding_dense_backward(g, ids, ctx.rows, -1, False)
+        if aside is not None and rows_aside is None:
+            gradient += aside
         return None, gradient.to(ctx.dtype), None, None, None

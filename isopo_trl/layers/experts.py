@@ -26,7 +26,18 @@ from ..geometry.sequences import SampleRows, Sequences
 from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
-from .layer import PROBE_ERRORS, Layer, Unsupported, autocast, full_shape, has_own_forward, layer_backward, once
+from .layer import (
+    PROBE_ERRORS,
+    Layer,
+    Unsupported,
+    autocast,
+    full_shape,
+    has_own_forward,
+    layer_backward,
+    once,
+    put_aside,
+    with_aside,
+)
 from .parameter_lora import Factor, check_active
 
 
@@ -304,6 +315,24 @@ def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | No
     return x.to(W.dtype), W, bias
 
 
+def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    """
+    Keep the cotangents of a term that carries no advantage, `[S, p]`, to which the loss's own will be added, or the
+    gradients of matrices and biases that they make.
+    """
+    a, W = ctx.saved_tensors
+    routing, microbatch = ctx.routing, ctx.microbatch
+    g = grad.contiguous()
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    if ctx.stack is not None:
+        microbatch.visit_in_term(*ctx.stack.indices)
+        if needs_weight and microbatch.keeps_rows(g, a, routing.experts):
+            ctx.rows_of_terms = g if ctx.rows_of_terms is None else ctx.rows_of_terms + g
+        else:
+            put_aside(ctx, *_sums(routing, g, a, needs_weight, needs_bias, W.dtype))
+    return routing.product(g, W) if needs_x else None
+
+
 class _ExpertProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, W, bias, routing, stack, microbatch):
@@ -316,7 +345,7 @@ class _ExpertProduct(torch.autograd.Function):
         return y if bias is None else y + bias[routing.row_experts]
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad):
         a, W = ctx.saved_tensors
         g = grad.contiguous()
@@ -324,19 +353,20 @@ class _ExpertProduct(torch.autograd.Function):
         grad_x = ctx.routing.product(g, W) if needs_x else None
         gradients: tuple = (None, None)
         if ctx.stack is not None:
-            gradients = _gradients(ctx, g, a, needs_weight, needs_bias, W.dtype)
+            gradients = with_aside(ctx, *_gradients(ctx, g, a, needs_weight, needs_bias, W.dtype))
         return grad_x, *gradients, None, None, None
 
 
-def _gradients(
-    ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """
-    `sum_s c_es V_es` of every expert: the gradients of its matrix `[E, p, d]` and bias `[E, p]`.
+_Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
-    In the backward of a term that carries no advantage, rows that are smaller than these gradients are kept in their
-    place, and nothing is returned: the loss's own backward makes one product of the sum of both.
-    """
+
+def _sums(routing: Routing, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, dtype: torch.dtype) -> _Pair:
+    """Of every expert, the gradients that rows make: of its matrix `[E, p, d]` and bias `[E, p]`."""
+    return routing.outer(g, a).to(dtype) if weight else None, routing.expert_sums(g).to(dtype) if bias else None
+
+
+def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, dtype: torch.dtype) -> _Pair:
+    """`sum_s c_es V_es` of every expert, for matrices and biases, with what the rows kept of terms make."""
     routing, stack, microbatch = ctx.routing, ctx.stack, ctx.microbatch
     # With only the biases trained, the input that is always 1 is all there is
     inputs = a if weight else a.new_zeros(len(a), 1)
@@ -356,16 +386,11 @@ def _gradients(
         c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
         scaled = functools.partial(routing.scaled, c=c)
     of_terms, ctx.rows_of_terms = ctx.rows_of_terms, None
-    if bias or of_terms is not None or microbatch.in_term or g.shape[1] <= a.shape[1]:
-        g = scaled(g)
+    if bias or of_terms is not None or g.shape[1] <= a.shape[1]:
+        g = scaled(g, plus=of_terms)
     else:
         a = scaled(a)  # the same product, with fewer elements to scale
-    if of_terms is not None:
-        g += of_terms
-    if microbatch.in_term and weight and len(g) < routing.experts * a.shape[1]:
-        ctx.rows_of_terms = g
-        return None, None
-    return routing.outer(g, a).to(dtype) if weight else None, routing.expert_sums(g).to(dtype) if bias else None
+    return _sums(routing, g, a, weight, bias, dtype)
 
 
 def check_experts(module: Any) -> None:

@@ -181,41 +181,49 @@ def once(backward: Callable) -> Callable:
     return checked
 
 
-def layer_backward(backward: Callable) -> Callable:
+def layer_backward(of_term: Callable) -> Callable[[Callable], Callable]:
     """
-    Mark the backward of a layer's function: its context knows the `microbatch`, and what it returns is first the
-    gradient of the layer's input (or `None`), then those of parameters.
+    Mark the backward of a layer's function, whose context knows the `microbatch`.
 
-    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.backward_of_term`]), the parameters'
-    gradients are put aside as they are, and the loss's own backward adds them to the rescaled ones. So whoever waits
-    for the parameters' gradients (DDP, FSDP2, DeepSpeed) sees them once.
+    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.backward_of_term`]), `of_term` runs
+    in its place. It returns the gradient of the function's first input alone and leaves in the context what parameters
+    get of the term, for the loss's own backward to add. So whoever waits for the parameters' gradients (DDP, FSDP2,
+    DeepSpeed) sees them once.
     """
 
-    @once
-    @functools.wraps(backward)
-    def run(ctx, *gradients):
-        microbatch = ctx.microbatch
-        if microbatch.of_terms is None:
-            return backward(ctx, *gradients)
-        aside, ctx.aside = getattr(ctx, "aside", None), None
-        if not microbatch.in_term:
-            return _added(backward(ctx, *gradients), aside)
-        try:
-            ctx.microbatch = microbatch.of_terms
-            result = backward(ctx, *gradients)
-        finally:
-            ctx.microbatch = microbatch
-        ctx.aside = _added((None, *result[1:]), aside)
-        return result[0], *(None,) * (len(result) - 1)
+    def mark(backward: Callable) -> Callable:
+        @once
+        @functools.wraps(backward)
+        def run(ctx, *gradients):
+            if not ctx.microbatch.in_term:
+                return backward(ctx, *gradients)
+            return of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
 
-    return run
+        return run
+
+    return mark
 
 
-def _added(gradients: tuple, aside: tuple | None) -> tuple:
+def put_aside(ctx: Any, *gradients: torch.Tensor | None) -> None:
+    """Keep what parameters get of a term, beside what is there of others."""
+    ctx.aside = with_aside(ctx, *gradients)
+
+
+def with_aside(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Add what was put aside, which is gone from the context then."""
+    aside = take_aside(ctx)
     if aside is None:
         return gradients
-    pairs = zip(gradients[1:], aside[1:], strict=True)
-    return gradients[0], *(g if x is None else x if g is None else g + x for g, x in pairs)
+    pairs = zip(gradients, aside, strict=True)
+    return tuple([g if x is None else x if g is None else g + x for g, x in pairs])
+
+
+def take_aside(ctx: Any) -> Any:
+    """What was put aside, if anything was; it is gone from the context then."""
+    if not ctx.microbatch.visits_of_terms:
+        return None
+    aside, ctx.aside = getattr(ctx, "aside", None), None
+    return aside
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

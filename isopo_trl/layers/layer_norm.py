@@ -7,7 +7,7 @@ from torch import nn
 
 from ..microbatch import Microbatch
 from .elementwise import VectorLayer, elementwise_gradient
-from .layer import Unsupported, has_own_forward, layer_backward
+from .layer import Unsupported, has_own_forward, layer_backward, put_aside, with_aside
 
 
 class LayerNormLayer(VectorLayer):
@@ -35,6 +35,18 @@ class LayerNormLayer(VectorLayer):
         return _LayerNorm.apply(x, weight, bias, module.eps, axes, self, microbatch)
 
 
+def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    x, weight, bias, mean, rstd = ctx.saved_tensors
+    needed = list(ctx.needs_input_grad[:3])
+    grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(
+        grad.contiguous(), x, x.shape[-1:], mean, rstd, weight, bias, needed
+    )
+    if any(needed[1:]):
+        ctx.microbatch.visit_in_term(ctx.layer.index)
+        put_aside(ctx, *(g if needs else None for g, needs in zip(gradients, needed[1:], strict=True)))
+    return grad_x if needed[0] else None
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, axes, layer, microbatch):
@@ -46,7 +58,7 @@ class _LayerNorm(torch.autograd.Function):
         return output
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
@@ -70,4 +82,4 @@ class _LayerNorm(torch.autograd.Function):
             dtype = (weight if needs_weight else bias).dtype
             flat = elementwise_gradient(v, layer.index, microbatch, dtype).split(x.shape[-1])
             gradients = [flat[0] if needs_weight else None, flat[-1].to(bias.dtype) if needs_bias else None]
-        return grad_x, *gradients, None, None, None, None
+        return grad_x, *with_aside(ctx, *gradients), None, None, None, None

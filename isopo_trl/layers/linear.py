@@ -1,5 +1,6 @@
 """`nn.Linear`, LoRA's two factors (which are `nn.Linear`), and GPT-2's `Conv1D`, whose weight is transposed."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..kernels.coefficients import usable
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
 from .elementwise import elementwise_gradient
-from .layer import Layer, Unsupported, apart, autocast, full_shape, has_own_forward, layer_backward
+from .layer import Layer, Unsupported, apart, autocast, full_shape, has_own_forward, layer_backward, take_aside
 
 
 class LinearLayer(Layer):
@@ -63,6 +64,59 @@ def linear_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device
     return choose_strategy(m, T, p, d, n, needs, device)
 
 
+@dataclass
+class OfTerm:
+    """
+    What a linear layer keeps of terms that carry no advantage.
+
+    Args:
+        rows (`torch.Tensor`, *optional*): `[N, p]`, cotangents: the loss's own, rescaled, are added to them, and one
+            product makes the gradient of both.
+        weight, bias (`torch.Tensor`, *optional*): `[p, d]` and `[p]`, gradients, where these are kept instead.
+    """
+
+    rows: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def add(
+        self, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, microbatch: Microbatch, dtype: torch.dtype
+    ) -> None:
+        """Take in the cotangents of a term; arguments as in [`linear_gradient`]."""
+        if weight and (self.rows is not None or microbatch.keeps_rows(g, a)):
+            self.rows = g if self.rows is None else self.rows + g
+            return
+        if weight:
+            self.weight = _product(g, a, dtype, self.weight)
+        if bias:
+            self.bias = _sum(g, dtype, self.bias)
+
+
+def _product(g: torch.Tensor, a: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None) -> torch.Tensor:
+    """`g^T a` `[p, d]`; to `plus` it is added in place."""
+    if g.dtype == dtype:
+        return g.t() @ a if plus is None else plus.addmm_(g.t(), a)
+    result = product(g.t(), a).to(dtype)
+    return result if plus is None else plus.add_(result)
+
+
+def _sum(g: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None) -> torch.Tensor:
+    total = g.sum(0).to(dtype)
+    return total if plus is None else plus.add_(total)
+
+
+def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    x, weight = ctx.saved_tensors
+    microbatch = ctx.microbatch
+    N = microbatch.sequences.rows
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    g = grad.reshape(N, -1)
+    microbatch.visit_in_term(ctx.layer.index)
+    ctx.aside = take_aside(ctx) or OfTerm()
+    ctx.aside.add(g, x.reshape(N, -1), needs_weight, needs_bias, microbatch, weight.dtype)
+    return (g @ weight).view_as(x) if needs_x else None
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, layer, microbatch):
@@ -72,7 +126,7 @@ class _Linear(torch.autograd.Function):
         return apart(torch.nn.functional.linear(x, weight, bias))
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
@@ -80,12 +134,20 @@ class _Linear(torch.autograd.Function):
         g = microbatch.rows(layer.name, grad)
         a = microbatch.rows(layer.name, x)
         grad_x = (g @ weight).view_as(x) if needs_x else None
-        gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype)
+        of_term = take_aside(ctx)
+        gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype, of_term)
         return grad_x, *gradients, None, None
 
 
 def linear_gradient(
-    g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, index: int, microbatch: Microbatch, dtype: torch.dtype
+    g: torch.Tensor,
+    a: torch.Tensor,
+    weight: bool,
+    bias: bool,
+    index: int,
+    microbatch: Microbatch,
+    dtype: torch.dtype,
+    of_term: OfTerm | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """
     `sum_s c_s V_s` of a linear layer: the gradients of its weight `[p, d]` and bias `[p]`.
@@ -97,9 +159,12 @@ def linear_gradient(
         index (`int`): the layer's place in the running statistics.
         microbatch ([`Microbatch`]): the rest.
         dtype (`torch.dtype`): of the result.
+        of_term ([`OfTerm`], *optional*): what is added to it.
     """
+    of_term = of_term or OfTerm()
     if not weight:  # only the bias is trained: its gradient at a position is g_t
-        return None, elementwise_gradient(g, index, microbatch, dtype)
+        alone = elementwise_gradient(g, index, microbatch, dtype)
+        return None, alone if of_term.bias is None else of_term.bias.add_(alone)
     sequences, needs = microbatch.sequences, microbatch.rule.needs
     kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
     samples: Any = microbatch.samples
@@ -115,15 +180,23 @@ def linear_gradient(
     size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
     strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
     if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
-        total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, into, dtype, strategy)
+        total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, into, dtype, strategy, of_term.rows)
     else:
         if into is not None:
             microbatch.sampled(index, g, a=a)
-        total, g, a = _by_torch(g, a, bias, index, microbatch, samples, dtype, strategy)
+        total, g, a = _by_torch(g, a, bias, index, microbatch, samples, dtype, strategy, of_term.rows)
     if total is None:
-        total = g.t() @ a if g.dtype == dtype else product(g.t(), a).to(dtype)
-        return total, g.sum(0).to(dtype) if bias else None
-    return (total[:, :-1], total[:, -1]) if bias else (total, None)
+        return _product(g, a, dtype, of_term.weight), _sum(g, dtype, of_term.bias) if bias else None
+    of_weight, of_bias = (total[:, :-1], total[:, -1]) if bias else (total, None)
+    if of_term.rows is not None:
+        _product(of_term.rows, a, dtype, of_weight)
+        if of_bias is not None:
+            _sum(of_term.rows, dtype, of_bias)
+    if of_term.weight is not None:
+        of_weight += of_term.weight
+    if of_bias is not None and of_term.bias is not None:
+        of_bias += of_term.bias
+    return of_weight, of_bias
 
 
 _Total = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -138,16 +211,20 @@ def _by_torch(
     samples: Samples | SampleRows | None,
     dtype: torch.dtype,
     strategy: Strategy,
+    plus: torch.Tensor | None,
 ) -> _Total:
-    """The gradient, or `None` and the rows, one side of them scaled, whose product it is."""
+    """
+    The gradient, or `None` and the rows, one side of them scaled, whose product it is; only in these is `plus`
+    `[N, p]`, which is added to cotangents.
+    """
     sequences = microbatch.sequences
     statistics, V = linear_statistics(g, a, bias, sequences, samples, microbatch.rule.needs, strategy)
     c = microbatch.coefficients(index, statistics)
     if V is not None:
         return torch.einsum("m,mpd->pd", c.to(V.dtype), V).to(dtype), g, a
     c = c.to(g.dtype)
-    if bias or g.shape[1] <= a.shape[1]:
-        return None, sequences.scaled(g, c), a
+    if bias or plus is not None or g.shape[1] <= a.shape[1]:
+        return None, sequences.scaled(g, c, plus), a
     return None, g, sequences.scaled(a, c)  # the same product, with fewer elements to scale
 
 
@@ -161,6 +238,7 @@ def _by_kernels(
     into: Any,
     dtype: torch.dtype,
     strategy: Strategy,
+    plus: torch.Tensor | None,
 ) -> _Total:
     """The same with Triton's kernels."""
     sequences, needs = microbatch.sequences, microbatch.rule.needs
@@ -185,6 +263,6 @@ def _by_kernels(
         blocks = v_kernels.VBlocks(sizes, ledger, index, overlap, n)
         for _, V in sequence_gradients(g, a, bias, sequences, rows):
             blocks.add(V)
-    if bias or g.shape[1] <= a.shape[1]:
-        return None, row_kernels.scaled(g, sequences, ledger, index), a
+    if bias or plus is not None or g.shape[1] <= a.shape[1]:
+        return None, row_kernels.scaled(g, sequences, ledger, index, plus), a
     return None, g, row_kernels.scaled(a, sequences, ledger, index)

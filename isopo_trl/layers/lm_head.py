@@ -9,6 +9,7 @@ gradient of the weight. That is one product more than TRL's backward, and no `[t
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..kernels.coefficients import usable
 from ..kernels.v import VSums
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
-from .layer import Unsupported, full_shape, has_own_forward, layer_backward
+from .layer import Unsupported, full_shape, has_own_forward, layer_backward, take_aside
 from .linear import LinearLayer
 
 
@@ -113,6 +114,55 @@ def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, torch.Tenso
     return sequences, torch.nn.functional.pad(row_of, (0, 1), value=-1).reshape(-1)
 
 
+@dataclass
+class _OfTerm:
+    """
+    What the head keeps of terms that carry no advantage. The gradient of the logits is `slope_t e_t` there and in the
+    loss, with `e_tv = 1[v = target_t] - p_tv` in both, so that slopes add up, and need no pass over the vocabulary.
+
+    Args:
+        slopes (`torch.Tensor`, *optional*): `[N]`, derivatives with respect to the log-probabilities.
+        of_entropy (`torch.Tensor`, *optional*): `[N]`, derivatives with respect to the entropies.
+        unit (`torch.Tensor`, *optional*): `[N, d]`, `W^T e_t`: the gradients of the hidden states where slopes are 1.
+    """
+
+    slopes: torch.Tensor | None = None
+    of_entropy: torch.Tensor | None = None
+    unit: torch.Tensor | None = None
+
+
+def _of_term(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any) -> Any:
+    hidden, _, _, _, log_z, _ = ctx.saved_tensors
+    ctx.microbatch.visit_in_term(ctx.layer.index)
+    kept = ctx.aside = take_aside(ctx) or _OfTerm()
+    slopes, of_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
+    kept.slopes, kept.of_entropy = _sum_of(kept.slopes, slopes), _sum_of(kept.of_entropy, of_entropy)
+    if not ctx.needs_input_grad[0]:
+        return None
+    if len(hidden) == 0:
+        return torch.zeros_like(hidden)
+    if slopes is None or of_entropy is not None:
+        return _hidden_gradient(ctx, slopes, of_entropy).to(hidden.dtype)
+    if kept.unit is None:
+        kept.unit = _hidden_gradient(ctx, torch.ones_like(log_z))
+    return (kept.unit * slopes.unsqueeze(1)).to(hidden.dtype)
+
+
+def _hidden_gradient(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None = None) -> torch.Tensor:
+    """Gradient of the hidden states `[N, d]`, from those of the log-probabilities and the entropies, `[N]`."""
+    hidden, weight, bias, *_ = ctx.saved_tensors
+    a = hidden.to(ctx.compute_dtype)
+    result = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype))
+    with trl_seam.gathered_head(weight, bias):
+        for part, tile in _tiles(ctx, a, grad, grad_entropy):
+            result += product(tile, weight[part].to(tile.dtype))
+    return result
+
+
+def _sum_of(x: torch.Tensor | None, y: torch.Tensor | None) -> torch.Tensor | None:
+    return y if x is None else x if y is None else x + y
+
+
 class _ChunkedLMHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
@@ -121,7 +171,7 @@ class _ChunkedLMHead(torch.autograd.Function):
         return trl_seam.ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad_logprobs, grad_entropy, *_):
         if grad_entropy is not None and any(ctx.microbatch.rule.needs):
             raise RuntimeError(
@@ -159,37 +209,29 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
 
     strategy = head_strategy(m, sequences.length, vocab, d + needs_bias, n, needs, a.device.type)
-    width = min(ctx.chunk_size, _TILE // len(a), vocab)
-    if strategy == "blocks":
-        width = min(width, block_rows(m, d + needs_bias))
-    width = max(1, width)
-    buffer = torch.empty(len(a), width, device=a.device, dtype=a.dtype)
-
-    def tiles(grad: torch.Tensor | None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Gradient of the logits `[rows, width]`, part by part of the vocabulary, each in the place of the last."""
-        for start in range(0, vocab, width):
-            part = slice(start, min(start + width, vocab))
-            tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - start])
-            if bias is not None:
-                tile += bias[part].to(a.dtype)
-            yield part, _logits_gradient(tile, targets, log_z, grad, of_entropy, start, ctx.kernel_args)
-
-    grad: Any = None
-    of_entropy = None
-    if grad_logprobs is not None:  # else there is only a term of the entropy
-        grad = grad_logprobs.to(log_z.dtype).contiguous()
-    if grad_entropy is not None:
-        of_entropy = entropy, grad_entropy.to(log_z.dtype).contiguous()
-    grad_hidden = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype)) if needs_hidden else None
+    buffer = _buffer(ctx, a, vocab if strategy != "blocks" else block_rows(m, d + needs_bias))
+    # Without that of the log-probabilities, there is only the entropy's
+    grad: Any
+    grad, grad_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
+    of_terms = take_aside(ctx) or _OfTerm()
+    unit = of_terms.unit if grad is not None and grad_entropy is None else None
+    grad_hidden = None
+    if needs_hidden and unit is not None:
+        grad_hidden = unit.mul_(grad.unsqueeze(1))
+    elif needs_hidden:
+        grad_hidden = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype))
     grad_weight = torch.empty_like(weight) if needs_weight else None
     grad_bias = torch.empty_like(bias) if needs_bias else None
 
-    def weight_gradients(part: slice, tile: torch.Tensor, a: torch.Tensor, c: torch.Tensor | None = None) -> None:
+    def weight_gradients(
+        part: slice, tile: torch.Tensor, a: torch.Tensor, c: torch.Tensor | None = None, add: bool = False
+    ) -> None:
         if grad_weight is not None:
-            grad_weight[part] = tile.t() @ a
+            total = tile.t() @ a
+            grad_weight[part] = grad_weight[part] + total if add else total
         if grad_bias is not None:
             total = tile.sum(0, dtype=accumulation_dtype(tile.dtype)) if c is None else product(tile.t(), c)[:, 0]
-            grad_bias[part] = total.to(bias.dtype)
+            grad_bias[part] = grad_bias[part] + total if add else total
 
     sums = _HeadStatistics(a, needs_bias, sequences, samples, microbatch.rule, strategy)
     if keeping is not None:
@@ -202,8 +244,8 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         scaled = sequences.scaled(a.to(dtype), known).to(a.dtype)
         ones = sequences.scaled(torch.ones_like(a[:, :1], dtype=dtype), known)
     formed: list[tuple[slice, torch.Tensor]] = []
-    for part, tile in tiles(grad):
-        if grad_hidden is not None:
+    for part, tile in _tiles(ctx, a, grad, grad_entropy, buffer):
+        if grad_hidden is not None and unit is None:
             grad_hidden += product(tile, weight[part].to(tile.dtype))
         if scaled is not None:
             weight_gradients(part, tile, scaled, ones)
@@ -221,8 +263,13 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
                 grad_weight[part] = total[:, :d].to(weight.dtype)
             if grad_bias is not None:
                 grad_bias[part] = total[:, -1].to(bias.dtype)
-        for part, tile in tiles(sequences.scaled(grad, c.to(grad.dtype))) if not formed else ():
-            weight_gradients(part, tile, a)
+    slopes = of_terms.slopes
+    is_made = known is not None or bool(formed)
+    if not is_made:
+        slopes = sequences.scaled(grad, c.to(grad.dtype), slopes)
+    if slopes is not None or of_terms.of_entropy is not None:
+        for part, tile in _tiles(ctx, a, slopes, of_terms.of_entropy, buffer):
+            weight_gradients(part, tile, a, add=is_made)
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
@@ -303,3 +350,39 @@ def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
         hit = torch.where((place >= 0) & (place < width), slope, 0)
         return tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), hit.unsqueeze(1))
     return trl_seam.logits_gradient_tile(tile, targets, log_z, grad, of_entropy, start, settings)
+
+
+def _buffer(ctx: Any, a: torch.Tensor, width: int) -> torch.Tensor:
+    """Room for a tile of logits, at most so wide, of rows `a` `[N, d]`."""
+    return torch.empty(len(a), max(1, min(width, ctx.chunk_size, _TILE // len(a))), device=a.device, dtype=a.dtype)
+
+
+def _tiles(
+    ctx: Any,
+    a: torch.Tensor,
+    grad: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    buffer: torch.Tensor | None = None,
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """
+    Gradient of the logits `[N, width]`, part by part of the vocabulary, each in the place of the last.
+
+    Args:
+        ctx: the context of the function.
+        a (`torch.Tensor`): `[N, d]`, the hidden states.
+        grad, grad_entropy (`torch.Tensor`, *optional*): `[N]`, gradients of the log-probabilities and the entropies.
+        buffer (`torch.Tensor`, *optional*): `[N, width]`, the place.
+    """
+    _, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+    vocab = len(weight)
+    if buffer is None:
+        buffer = _buffer(ctx, a, vocab)
+    width = buffer.shape[1]
+    grad = None if grad is None else grad.contiguous()
+    of_entropy = None if grad_entropy is None else (entropy, grad_entropy.contiguous())
+    for start in range(0, vocab, width):
+        part = slice(start, min(start + width, vocab))
+        tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - start])
+        if bias is not None:
+            tile += bias[part].to(a.dtype)
+        yield part, _logits_gradient(tile, targets, log_z, grad, of_entropy, start, ctx.kernel_args)

@@ -13,8 +13,8 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import Layer, autocast, has_own_forward, layer_backward
-from .linear import LinearLayer, linear_gradient
+from .layer import Layer, autocast, has_own_forward, layer_backward, take_aside
+from .linear import LinearLayer, OfTerm, linear_gradient
 
 
 class LoRALinear(Layer):
@@ -104,6 +104,20 @@ def lora_linears(current: CurrentMicrobatch, model: nn.Module, layers: list[Laye
     return found
 
 
+def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    x, h, weight, A, B = ctx.saved_tensors
+    layer, microbatch = ctx.layer, ctx.microbatch
+    g = grad.reshape(len(x), -1)
+    dh = torch.addmm(h, g, B, beta=0, alpha=ctx.scaling)
+    microbatch.visit_in_term(layer.A.index, layer.B.index)
+    ctx.aside = of_A, of_B = take_aside(ctx) or (OfTerm(), OfTerm())
+    of_A.add(dh, x, True, False, microbatch, ctx.dtype)
+    of_B.add(g, h, True, False, microbatch, ctx.dtype)
+    if not ctx.needs_input_grad[0]:
+        return None
+    return (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
+
+
 class _LoRA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scaling, layer, microbatch):
@@ -118,7 +132,7 @@ class _LoRA(torch.autograd.Function):
         return y.resize_(*x.shape[:-1], y.shape[1])  # no view, with which a model could not go on in place
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad):
         x, h, weight, A, B = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
@@ -127,6 +141,7 @@ class _LoRA(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
-        grad_B, _ = linear_gradient(g, h, True, False, layer.B.index, microbatch, ctx.dtype)
-        grad_A, _ = linear_gradient(dh, x, True, False, layer.A.index, microbatch, ctx.dtype)
+        of_A, of_B = take_aside(ctx) or (None, None)
+        grad_B, _ = linear_gradient(g, h, True, False, layer.B.index, microbatch, ctx.dtype, of_B)
+        grad_A, _ = linear_gradient(dh, x, True, False, layer.A.index, microbatch, ctx.dtype, of_A)
         return grad_x, None, None, grad_A, grad_B, None, None, None

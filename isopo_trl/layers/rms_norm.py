@@ -12,7 +12,7 @@ from ..kernels.launch import takes
 from ..kernels.rms_norm import Flavour
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .elementwise import ElementwiseLayer
-from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, layer_backward, once
+from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, layer_backward, once, take_aside
 
 
 class RMSNormLayer(ElementwiseLayer):
@@ -41,6 +41,22 @@ class RMSNormLayer(ElementwiseLayer):
         return in_place and takes(module.weight)
 
 
+def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    """Keep the weight's gradient as parts whose sum it is, `[parts, d]`, where memory is not saved by recomputing."""
+    x, weight, scale = ctx.saved_tensors
+    microbatch = ctx.microbatch
+    if x.dim() == 3:  # positions may come in one row
+        grad = grad.reshape(*microbatch.shape, -1)
+    dx, sums, _ = rms_norm.backward(x, grad, weight, scale, ctx.layer._flavour, microbatch.sequences, None)
+    microbatch.visit_in_term(ctx.layer.index)
+    sums = sums.flatten(0, 1)
+    if microbatch.recomputes:
+        sums = sums.sum(0, keepdim=True)
+    before = take_aside(ctx)
+    ctx.aside = sums if before is None else torch.cat([before, sums])
+    return dx
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, layer, microbatch):
@@ -51,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @layer_backward
+    @layer_backward(_of_term)
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
@@ -69,7 +85,8 @@ class _RMSNorm(torch.autograd.Function):
             samples = draw.kept.rows_of(layer.index) or samples
             of_samples = of_samples if samples is microbatch.samples else samples.g
         ledger = microbatch.kernel_ledger(layer.index)
-        total = elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums)
+        of_term = take_aside(ctx)
+        total = elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums, of_term)
         return dx, total, None, None
 
 
