@@ -76,7 +76,9 @@ def launches_that_do_nothing():
         patch.object(triton.JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launches.compiled(kernel)),
         patch.object(launch, "_INTERPRETED", (torch.float32,)),
         patch.object(linear, "choose_strategy", lambda *_: "kept"),  # as layers of the usual sizes on a GPU
-        patch.object(torch, "empty", torch.zeros),  # what is not computed must be finite
+        # What is not computed must be finite
+        patch.object(torch, "empty", torch.zeros),
+        patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),
     ):
         yield launches
 

@@ -24,7 +24,7 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Plan, jit, launch, power_of_two, scratch, types_of
+from .launch import Plan, jit, launch, power_of_two, types_of
 
 
 if is_triton_available():
@@ -216,7 +216,7 @@ def elementwise_gradient(
     dtypes = (v.dtype, dtype, of_samples.dtype)
     plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, dtypes, v.device)
     if sums is None:
-        sums = scratch(v, m, splits, D)
+        sums = ledger.scratch(v, "sums", m, splits, D)
     else:
         splits = sums.shape[1]
     if samples is None:
@@ -225,7 +225,7 @@ def elementwise_gradient(
         rows = _numbers(n, v.device)
     else:
         rows = samples.order if summed else samples.present
-    out = torch.empty(D, device=v.device, dtype=dtype)
-    tensors = (v, of_samples, rows, sums, scratch(v, size), out, *ledger.tensors)
-    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits))
+    out = v.new_empty(D, dtype=dtype)
+    tensors = (v, of_samples, rows, sums, ledger.scratch(v, "elementwise", size), out)
+    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits), ledger.fixed)
     return out

@@ -15,7 +15,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.sequences import SampleRows, Samples, Sequences
 from .coefficients import TABLE_ROWS, KernelLedger, _fisher_square, _is_last, _non_interacting, tiles
-from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
+from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 
 
 if is_triton_available():
@@ -243,15 +243,17 @@ def overlap_coefficients(
     g, a = _by_row(g), _by_row(a)
     m, T, n = sequences.count, sequences.length, samples.number
     g_samples, a_samples, rows = g, a, ledger.counter
+    strides = strides_of_samples = (g.stride(0), a.stride(0))
     kept = isinstance(samples, SampleRows)
     if isinstance(samples, SampleRows):
         g_samples, a_samples = samples.g, samples.inputs
+        strides_of_samples = (g_samples.stride(0), a_samples.stride(0))
     else:
         rows = samples.present
-    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0), g_samples.stride(0), a_samples.stride(0))
+    shape = (g.shape[1], a.shape[1], *strides, *strides_of_samples)
     plan = _overlap_plan(m, T, n, shape, kept, bias, finish, ledger.variant, g.dtype, g.device)
-    overlap = scratch(g, m * plan.grid[0] * n + n)
-    launch(_overlap_kernel, plan, (g, a, g_samples, a_samples, rows, overlap, *ledger.tensors), (m, T, n, index))
+    overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
+    launch(_overlap_kernel, plan, (g, a, g_samples, a_samples, rows, overlap), (m, T, n, index), ledger.fixed)
     return overlap
 
 
@@ -266,7 +268,7 @@ def scaled(x: torch.Tensor, sequences: Sequences, ledger: KernelLedger, index: i
     """Each row of `x` `[N, d]` times its sequence's coefficient at layer `index`."""
     x = _by_row(x)
     m, T, D = sequences.count, sequences.length, x.shape[1]
-    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     plan = _scale_plan(m, T, D, x.stride(0), x.dtype, x.device)
     launch(_scale_kernel, plan, (x, out, ledger.table), (m, T, index))
     return out

@@ -15,7 +15,17 @@ from ..kernels.coefficients import usable
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
 from .elementwise import elementwise_gradient
-from .layer import Layer, Unsupported, apart, autocast, full_shape, has_own_forward, layer_backward
+from .layer import (
+    Layer,
+    LayerFunction,
+    Unsupported,
+    apart,
+    autocast,
+    full_shape,
+    has_own_forward,
+    layer_backward,
+    parameter_of,
+)
 
 
 class LinearLayer(Layer):
@@ -34,8 +44,10 @@ class LinearLayer(Layer):
         return True
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-        x, weight, bias = autocast(x, weight, module.bias)
+        weight = parameter_of(module, "weight")
+        if isinstance(module, Conv1D):
+            weight = weight.t()
+        x, weight, bias = autocast(x, weight, parameter_of(module, "bias"))
         return _Linear.apply(x, weight, bias, self, microbatch)
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
@@ -62,7 +74,7 @@ def linear_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device
     return choose_strategy(m, T, p, d, n, needs, device)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, layer, microbatch):
         microbatch.check(layer.name, x)
@@ -75,10 +87,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        g = microbatch.rows(layer.name, grad)
-        a = microbatch.rows(layer.name, x)
-        grad_x = (g @ weight).view_as(x) if needs_x else None
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        # Positions were checked in the forward
+        g, a = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_x = g.mm(weight).view_as(x) if needs_x else None
         gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype)
         return grad_x, *gradients, None, None
 
@@ -100,13 +112,17 @@ def linear_gradient(
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         return None, elementwise_gradient(g, index, microbatch, dtype)
     sequences, needs = microbatch.sequences, microbatch.rule.needs
-    samples = microbatch.sampled(index, g, a=a)
-    n = 0 if samples is None else samples.number
+    samples: Any = microbatch.samples
+    if microbatch.draw is not None:
+        samples = microbatch.sampled(index, g, a=a)
     kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
     if isinstance(samples, SampleRows):
         kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
-    size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
-    strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
+    strategy: Strategy = "ghost"
+    if not kernels or needs.norm or needs.ntk:
+        n = 0 if samples is None else samples.number
+        size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
+        strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
     if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
         total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, dtype, strategy)
     else:

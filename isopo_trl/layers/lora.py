@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import Layer, autocast, has_own_forward, layer_backward
+from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward
 from .linear import LinearLayer, linear_gradient
 
 
@@ -104,7 +104,7 @@ def lora_linears(current: CurrentMicrobatch, model: nn.Module, layers: list[Laye
     return found
 
 
-class _LoRA(torch.autograd.Function):
+class _LoRA(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scaling, layer, microbatch):
         microbatch.check(layer.name, x)
