@@ -26,6 +26,7 @@ from isopo_trl import ISOPOConfig, ISOPOTrainer
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # hidden, intermediate (of an expert, in a mixture), layers, heads, key-value heads, vocabulary: Qwen3's shapes
 SHAPES = {
+    "thin": (64, 192, 28, 2, 1, 1000),
     "tiny": (256, 768, 4, 4, 2, 4096),
     "tiny-moe": (256, 128, 2, 4, 2, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 151936),

@@ -129,7 +129,10 @@ class Microbatch:
 
     def kernel_ledger(self, index: int) -> KernelLedger:
         """Where a kernel enters the coefficients of layer `index`, to which the backward pass has come."""
-        return self.stack_ledger(range(index, index + 1))
+        self._visit(index)
+        if self._kernel_ledger is None:
+            self._kernel_ledger = KernelLedger(self.ledger)
+        return self._kernel_ledger
 
     def stack_ledger(self, indices: range) -> KernelLedger:
         """Where a kernel enters the coefficients of the layers of a stack."""
@@ -204,10 +207,12 @@ class Microbatch:
 
     def check(self, name: str, x: torch.Tensor, features: int = 1) -> None:
         """Raise if the positions of `x` are not the microbatch's: then rows cannot be told apart by sequence."""
-        B, T = self.shape
         positions = x.shape[: x.dim() - features]
+        if positions == self.shape:
+            return
+        B, T = self.shape
         # [B, 1, T] is how DeepSeek's attention has them
-        if positions != self.shape and positions not in ((B * T,), (1, B * T), (B, 1, T)):
+        if positions not in ((B * T,), (1, B * T), (B, 1, T)):
             raise RuntimeError(
                 f"{name} got positions of shape {tuple(positions)}, but the microbatch has {B} x {T}: check that "
                 "`attention_mask` has the shape of `input_ids`; if it has, ISOPO cannot tell which sequence this "

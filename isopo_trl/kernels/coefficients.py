@@ -17,7 +17,7 @@ from transformers.utils import is_triton_available
 from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
 from ..rules.rule import Coefficients, KernelForm, Rule
-from .launch import constant, jit, part_of, power_of_two, takes
+from .launch import Fixed, constant, jit, part_of, power_of_two, scratch, takes
 
 
 if is_triton_available():
@@ -113,7 +113,7 @@ class KernelLedger:
     Attributes:
         variant (`int`): what the kernels are compiled for.
         counter (`torch.Tensor`): zeros, with which the programs of a kernel find out which of them is the last.
-        tensors (`tuple`): counter, table, advantages, history and the rule's numbers: the last tensors of each kernel.
+        fixed ([`Fixed`]): counter, table, advantages, history and the rule's numbers: the last tensors of each kernel.
     """
 
     def __init__(self, ledger: Ledger):
@@ -123,7 +123,19 @@ class KernelLedger:
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
         layers = len(ledger.table)
         settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
-        self.tensors = (self.counter, ledger.table, advantages, ledger.history, settings)
+        self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings))
+        self._scratch: dict[tuple, torch.Tensor] = {}
+
+    def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
+        """
+        Memory for one `use`, which has it until another layer asks for the same: on the device, the work of one layer
+        follows another's. Not initialised, in the type in which sums over `like` are made.
+        """
+        key = (use, shape, like.dtype)
+        found = self._scratch.get(key)
+        if found is None:
+            found = self._scratch[key] = scratch(like, *shape)
+        return found
 
 
 def tiles(m: int, n: int, blocks: int) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Plan, jit, launch, power_of_two, scratch, types_of
+from .launch import Plan, jit, launch, power_of_two, types_of
 
 
 if is_triton_available():
@@ -228,7 +228,7 @@ def elementwise_gradient(
     dtypes = (v.dtype, dtype, of_samples.dtype)
     plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, dtypes, v.device)
     if sums is None:
-        sums = scratch(v, m, splits, D)
+        sums = ledger.scratch(v, "sums", m, splits, D)
     else:
         splits = sums.shape[1]
     if samples is None:
@@ -237,8 +237,9 @@ def elementwise_gradient(
         rows = _numbers(n, v.device)
     else:
         rows = samples.order if summed else samples.present
-    out = torch.empty(D, device=v.device, dtype=dtype)
+    out = v.new_empty(D, dtype=dtype)
     parts = 0 if plus is None else len(plus)
-    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, scratch(v, size), out, *ledger.tensors)
-    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits, parts))
+    memory = ledger.scratch(v, "elementwise", size)
+    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, memory, out)
+    launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits, parts), ledger.fixed)
     return out

@@ -377,8 +377,8 @@ def expert_coefficients(
         plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
     plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype, g.device)
-    of_all = (norms, sample_bounds, sums, *ledger.tensors)
-    launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index))
+    of_all = (norms, sample_bounds, sums)
+    launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index), ledger.fixed)
 
 
 def scaled(

@@ -14,7 +14,7 @@ from transformers.utils import is_triton_available
 from ..geometry.reservoir import KEEP
 from ..geometry.sequences import SampleRows, Sequences
 from .coefficients import KernelLedger, _fisher_square, _is_last, _non_interacting, tiles
-from .launch import Plan, constant, jit, launch, power_of_two, scratch, takes, types_of
+from .launch import Plan, constant, jit, launch, power_of_two, takes, types_of
 from .linear import _by_row, _pipeline, _row_products
 
 
@@ -324,10 +324,10 @@ def overlap_coefficients(
     g_samples, a_samples = samples.g, samples.inputs
     shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0), g_samples.stride(0), a_samples.stride(0))
     plan = _overlap_plan(m, T, n, shape, into is not None, bias, finish, ledger.variant, g.dtype, g.device)
-    overlap = scratch(g, m * plan.grid[0] * n + n)
+    overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
     # Without slots, these are not looked at
     g_out, a_out, source = (g, a, ledger.counter) if into is None else into
     slots = 0 if into is None else source.shape[0]
-    tensors = (g, a, g_samples, a_samples, g_out, a_out, source, overlap, *ledger.tensors)
-    launch(_kept_overlap_kernel, plan, tensors, (m, T, n, slots, index))
+    tensors = (g, a, g_samples, a_samples, g_out, a_out, source, overlap)
+    launch(_kept_overlap_kernel, plan, tensors, (m, T, n, slots, index), ledger.fixed)
     return overlap

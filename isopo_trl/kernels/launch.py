@@ -90,21 +90,42 @@ class Plan:
     run: Any = None
 
 
-def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple) -> None:
+@dataclass(frozen=True)
+class Fixed:
     """
-    Launch `kernel(*tensors, *numbers, *plan.constants)`.
+    Tensors that many launches take, behind their own.
 
-    From the second time on without Triton's inspection of every argument, which takes most of a launch's time. That is
-    sound since numbers are declared not to be specialised on, a plan is made for one combination of types, and the
-    pointers are aligned.
+    Args:
+        tensors (`tuple[torch.Tensor, ...]`): the tensors.
     """
-    for x in tensors:
-        if x.data_ptr() % 16 != 0:
-            kernel[plan.grid](*tensors, *numbers, *plan.constants, **plan.options)
-            return
-    if plan.run is not None:
-        plan.run(*tensors, *numbers, *plan.constants)
+
+    tensors: tuple[torch.Tensor, ...] = ()
+    pointers: list[int] = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "pointers", [x.data_ptr() for x in self.tensors])
+
+
+NOTHING = Fixed()
+
+
+def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple, fixed: Fixed = NOTHING) -> None:
+    """
+    Launch `kernel(*tensors, *fixed.tensors, *numbers, *plan.constants)`.
+
+    From the second time on without Triton's inspection of every argument, which takes most of a launch's time, and
+    with addresses in place of tensors, which Triton would ask the driver about one by one. That is sound since numbers
+    are declared not to be specialised on, a plan is made for one combination of types, and the pointers are aligned.
+    """
+    pointers = [x.data_ptr() for x in tensors]
+    pointers += fixed.pointers
+    aligned = True
+    for pointer in pointers:
+        if pointer & 15:
+            aligned = False
+    if aligned and plan.run is not None:
+        plan.run(*pointers, *numbers, *plan.constants)
         return
-    compiled = kernel[plan.grid](*tensors, *numbers, *plan.constants, **plan.options)
-    if hasattr(compiled, "__getitem__"):  # not so when interpreted
+    compiled = kernel[plan.grid](*tensors, *fixed.tensors, *numbers, *plan.constants, **plan.options)
+    if aligned and hasattr(compiled, "__getitem__"):  # not so when interpreted
         plan.run = compiled[plan.grid]

@@ -15,7 +15,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from .coefficients import TABLE_ROWS, KernelLedger, _fisher_square, _is_last, _non_interacting, tiles
-from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
+from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 
 
 if is_triton_available():
@@ -218,8 +218,8 @@ def overlap_coefficients(
     m, T, n = sequences.count, sequences.length, samples.number
     shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
     plan = _overlap_plan(m, T, n, shape, bias, finish, ledger.variant, g.dtype, g.device)
-    overlap = scratch(g, m * plan.grid[0] * n + n)
-    launch(_overlap_kernel, plan, (g, a, samples.present, overlap, *ledger.tensors), (m, T, n, index))
+    overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
+    launch(_overlap_kernel, plan, (g, a, samples.present, overlap), (m, T, n, index), ledger.fixed)
     return overlap
 
 
@@ -245,7 +245,7 @@ def scaled(
     x = _by_row(x)
     other = x if plus is None else _by_row(plus)
     m, T, D = sequences.count, sequences.length, x.shape[1]
-    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     strides, dtypes = (x.stride(0), other.stride(0)), (x.dtype, other.dtype)
     plan = _scale_plan(m, T, D, strides, plus is not None, dtypes, x.device)
     launch(_scale_kernel, plan, (x, other, out, ledger.table), (m, T, index))

@@ -8,6 +8,7 @@ kernel, and the backward leaves what [`~kernels.elementwise.elementwise_gradient
 # `tl.constexpr` in signatures exists only with Triton
 from __future__ import annotations
 
+import functools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ import torch
 from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
+from ..geometry.statistics import accumulation_dtype
+from .coefficients import KernelLedger
 from .launch import Plan, jit, launch, power_of_two, scratch, types_of
 
 
@@ -155,11 +158,15 @@ def _epsilon(eps: float, like: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _forward_plan(rows: int, D: int, flavour: Flavour, dtypes: tuple[torch.dtype, ...], device: torch.device) -> Plan:
+def _forward_plan(
+    rows: int, D: int, flavour: Flavour, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> tuple[Plan, torch.dtype, torch.dtype]:
+    """The plan, and the types of the output and of the factors."""
     BD = max(16, power_of_two(D))
     BR = max(1, _ELEMENTS // BD)
     constants = (D, flavour.offset, flavour.early, types_of(dtypes[0])[0], BR, BD)
-    return Plan((-(-rows // BR), 1, 1), constants)
+    plan = Plan((-(-rows // BR), 1, 1), constants)
+    return plan, flavour.output_dtype(*dtypes), accumulation_dtype(dtypes[0])
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, flavour: Flavour) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,9 +175,9 @@ def forward(x: torch.Tensor, weight: torch.Tensor, flavour: Flavour) -> tuple[to
     """
     D = x.shape[-1]
     rows = x.numel() // D
-    y = torch.empty(x.shape, device=x.device, dtype=flavour.output_dtype(x.dtype, weight.dtype))
-    scale = scratch(x, rows)
-    plan = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
+    plan, of_output, of_factors = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
+    y = x.new_empty(x.shape, dtype=of_output)
+    scale = x.new_empty(rows, dtype=of_factors)
     launch(_forward_kernel, plan, (x, weight, _epsilon(flavour.eps, x), y, scale), (rows,))
     return y, scale
 
@@ -203,6 +210,7 @@ def backward(
     sequences: Sequences,
     samples: Samples | None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ledger: KernelLedger | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Gradient of the input; the weight's gradient summed over parts of each sequence, `[m, splits, d]`, and at the
@@ -214,6 +222,7 @@ def backward(
         sequences, samples: as elsewhere; the layout is regular.
         into (`tuple`, *optional*): in place of samples, a tensor `[n, d]` that some rows go to, and which of its rows
             each position goes to, `[N]`, or `-1`; the tensor is returned.
+        ledger ([`KernelLedger`], *optional*): has the memory that the sums go to.
     """
     if g.stride(-1) != 1:
         g = g.contiguous()
@@ -224,13 +233,15 @@ def backward(
     dtypes = (x.dtype, g.dtype, weight.dtype)
     sampled = samples is not None or into is not None
     plan, share = _backward_plan(m, T, H, D, flavour, sampled, aligned, dtypes, x.device)
-    dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    sums = scratch(x, m, plan.grid[0], D)
-    of_samples, slots = sums[0], weight  # not looked at
+    dx = x.new_empty(x.shape)
+    memory = functools.partial(scratch, x) if ledger is None else functools.partial(ledger.scratch, x, "norm")
+    sums = memory(m, plan.grid[0], D)
     if into is not None:
         of_samples, slots = into
     elif samples is not None:
-        of_samples, slots = scratch(x, samples.rows.shape[0], D), samples.slots(sequences.rows)
+        of_samples, slots = memory(samples.number, D), samples.slots(sequences.rows)
+    else:
+        of_samples, slots = sums[0], weight  # not looked at
     tensors = (x, g, weight, scale, slots, dx, sums, of_samples)
     launch(_backward_kernel, plan, tensors, (T, share, *strides))
     return dx, sums, of_samples

@@ -21,7 +21,7 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
+from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, types_of
 
 
 if is_triton_available():
@@ -187,13 +187,13 @@ def v_coefficients(
         sums, first: where the sums over all blocks are collected, and this block's place in them.
     """
     rule = ledger.rule
-    size = V.shape[1] * V.shape[2]
+    m, outputs, d = V.shape
+    size = outputs * d
     here = _programs(size, rule)
     if sums is None:
-        sums = _v_scratch(V, here, rule)
-    _launch_v(
-        V, sums, first, here, rule, (True, size % 16 == 0, ledger.variant), ledger.tensors, index, overlap, samples
-    )
+        sums = ledger.scratch(V, "sums", *_sums_shape(m, here, rule))
+    variant = (True, size % 16 == 0, ledger.variant)
+    _launch_v(V, sums, first, here, rule, variant, ledger.fixed, index, overlap, samples)
 
 
 def _programs(size: int, rule: Rule) -> int:
@@ -201,24 +201,24 @@ def _programs(size: int, rule: Rule) -> int:
     return min(chunks, 264) if rule.needs.ntk else chunks
 
 
-def _v_scratch(V: torch.Tensor, chunks: int, rule: Rule) -> torch.Tensor:
-    m = V.shape[0]
-    return scratch(V, chunks, power_of_two(m), power_of_two(m)) if rule.needs.ntk else scratch(V, m, chunks)
+def _sums_shape(m: int, chunks: int, rule: Rule) -> tuple[int, ...]:
+    return (chunks, power_of_two(m), power_of_two(m)) if rule.needs.ntk else (m, chunks)
 
 
-def _launch_v(V, sums, first, here, rule, variant, tensors, index, overlap, samples):
-    m, size = V.shape[0], V.shape[1] * V.shape[2]
+def _launch_v(V, sums, first, here, rule, variant, fixed, index, overlap, samples):
+    m, outputs, d = V.shape
+    size = outputs * d
     if rule.needs.ntk:
         chunks = sums.shape[0]
         plan = _ntk_plan(m, here, chunks, variant, V.dtype, V.device)
-        launch(_ntk_kernel, plan, (V, sums, *tensors), (m, first, chunks, index, size))
+        launch(_ntk_kernel, plan, (V, sums), (m, first, chunks, index, size), fixed)
         return
     chunks = sums.shape[1]
     if overlap is None:
         overlap, samples = sums, 0
     blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
     plan = _norm_plan(m, samples, blocks, here, chunks, variant, V.dtype, V.device)
-    launch(_norm_kernel, plan, (V, sums, overlap, *tensors), (m, samples, blocks, first, chunks, index, size))
+    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
 
 
 class VBlocks:
@@ -242,7 +242,7 @@ class VBlocks:
     def add(self, V: torch.Tensor) -> None:
         """Take in the next block, `V` `[m, outputs, d]`."""
         if self.sums is None:
-            self.sums = _v_scratch(V, self.chunks, self.rule)
+            self.sums = scratch(V, *_sums_shape(V.shape[0], self.chunks, self.rule))
         v_coefficients(V, *self.arguments, self.sums, self.first)
         self.first += _programs(V.shape[1] * V.shape[2], self.rule)
 
@@ -258,9 +258,9 @@ class VSums:
         """Take in a block, `V` `[m, outputs, d]`."""
         m, size = V.shape[0], V.shape[1] * V.shape[2]
         here = _programs(size, self.rule)
-        sums = _v_scratch(V, here, self.rule)
+        sums = scratch(V, *_sums_shape(m, here, self.rule))
         variant = (False, size % 16 == 0, variant_of(self.rule))
-        _launch_v(V, sums, 0, here, self.rule, variant, (sums,) * 5, 0, None, 0)
+        _launch_v(V, sums, 0, here, self.rule, variant, Fixed((sums,) * 5), 0, None, 0)
         if self.rule.needs.ntk:
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
@@ -298,8 +298,9 @@ def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, devi
 
 def combined(V: torch.Tensor, ledger: KernelLedger, index: int, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s`, `V` `[m, outputs, d]`."""
-    m, size = V.shape[0], V.shape[1] * V.shape[2]
-    out = torch.empty(V.shape[1:], device=V.device, dtype=dtype)
+    m, outputs, d = V.shape
+    size = outputs * d
+    out = V.new_empty((outputs, d), dtype=dtype)
     plan = _combine_plan(m, size, V.dtype, dtype, V.device)
     launch(_combine_kernel, plan, (V, out, ledger.table), (m, index, size))
     return out

@@ -35,15 +35,20 @@ class VectorLayer(Layer):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._axes: dict[int, tuple[int, ...]] = {}  # where positions were found, by number of dimensions
+        self._last: tuple = ()  # shapes of an input and its microbatch where there was no doubt, and where they were
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         return "kept" if any(rule.needs) else "no statistics"
 
     def axes(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
         """The dimensions of `x` that count sequences and positions; where in doubt, as when there was none."""
+        shapes = (x.shape, microbatch.shape)
+        if self._last and self._last[0] == shapes:
+            return self._last[1]
         axes, certain = position_axes(self.name, x, microbatch)
         if certain:
             self._axes[x.dim()] = axes
+            self._last = (shapes, axes)
         return self._axes.get(x.dim(), axes)
 
 

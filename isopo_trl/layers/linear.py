@@ -17,7 +17,18 @@ from ..kernels.coefficients import usable
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
 from .elementwise import elementwise_gradient
-from .layer import Layer, Unsupported, apart, autocast, full_shape, has_own_forward, layer_backward, take_aside
+from .layer import (
+    Layer,
+    LayerFunction,
+    Unsupported,
+    apart,
+    autocast,
+    full_shape,
+    has_own_forward,
+    layer_backward,
+    parameter_of,
+    take_aside,
+)
 
 
 class LinearLayer(Layer):
@@ -36,8 +47,10 @@ class LinearLayer(Layer):
         return True
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-        x, weight, bias = autocast(x, weight, module.bias)
+        weight = parameter_of(module, "weight")
+        if isinstance(module, Conv1D):
+            weight = weight.t()
+        x, weight, bias = autocast(x, weight, parameter_of(module, "bias"))
         return _Linear.apply(x, weight, bias, self, microbatch)
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
@@ -117,7 +130,7 @@ def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     return (g @ weight).view_as(x) if needs_x else None
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, layer, microbatch):
         microbatch.check(layer.name, x)
@@ -130,10 +143,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        g = microbatch.rows(layer.name, grad)
-        a = microbatch.rows(layer.name, x)
-        grad_x = (g @ weight).view_as(x) if needs_x else None
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        # Positions were checked in the forward
+        g, a = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_x = g.mm(weight).view_as(x) if needs_x else None
         of_term = take_aside(ctx)
         gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype, of_term)
         return grad_x, *gradients, None, None
@@ -176,9 +189,11 @@ def linear_gradient(
         else:
             samples = microbatch.sampled(index, g, a=a)
             kernels = kernels and not isinstance(samples, SampleRows)
-    n = 0 if samples is None else samples.number
-    size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
-    strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
+    strategy: Strategy = "ghost"
+    if not kernels or needs.norm or needs.ntk:
+        n = 0 if samples is None else samples.number
+        size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
+        strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
     if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
         total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, into, dtype, strategy, of_term.rows)
     else:

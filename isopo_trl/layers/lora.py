@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import Layer, autocast, has_own_forward, layer_backward, take_aside
+from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward, take_aside
 from .linear import LinearLayer, OfTerm, linear_gradient
 
 
@@ -118,7 +118,7 @@ def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     return (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
 
 
-class _LoRA(torch.autograd.Function):
+class _LoRA(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scaling, layer, microbatch):
         microbatch.check(layer.name, x)

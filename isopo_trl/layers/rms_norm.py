@@ -12,7 +12,17 @@ from ..kernels.launch import takes
 from ..kernels.rms_norm import Flavour
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .elementwise import ElementwiseLayer
-from .layer import PROBE_ERRORS, Layer, full_shape, has_own_forward, layer_backward, once, take_aside
+from .layer import (
+    PROBE_ERRORS,
+    Layer,
+    LayerFunction,
+    full_shape,
+    has_own_forward,
+    layer_backward,
+    once,
+    parameter_of,
+    take_aside,
+)
 
 
 class RMSNormLayer(ElementwiseLayer):
@@ -31,14 +41,14 @@ class RMSNormLayer(ElementwiseLayer):
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._kernel_takes(module, microbatch, x) or args or kwargs:
             return super().forward(module, microbatch, x, *args, **kwargs)
-        return _RMSNorm.apply(x, module.weight, self, microbatch)
+        return _RMSNorm.apply(x, parameter_of(module, "weight"), self, microbatch)
 
     def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
         if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
             return False
         axes = self.axes(x, microbatch)
         in_place = axes == (0, 1) or (x.dim() == 3 and axes == (1,))  # [B, T, d], [1, B T, d], [B, T, H, d]
-        return in_place and takes(module.weight)
+        return in_place and microbatch.kernels_take(parameter_of(module, "weight"))
 
 
 def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -57,7 +67,7 @@ def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     return dx
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, layer, microbatch):
         x = x.contiguous()
@@ -78,13 +88,14 @@ class _RMSNorm(torch.autograd.Function):
             into = draw.vectors(layer.index, x), draw.slots(sequences.rows)
         if x.dim() == 3:  # positions may come in one row
             grad = grad.reshape(*microbatch.shape, -1)
-        dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, layer._flavour, sequences, samples, into)
+        ledger = microbatch.kernel_ledger(layer.index)
+        flavour = layer._flavour
+        dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, flavour, sequences, samples, into, ledger)
         if draw is not None:
             if into is None:
                 draw.put_samples(layer.index, of_samples, sequences.rows)
             samples = draw.kept.rows_of(layer.index) or samples
             of_samples = of_samples if samples is microbatch.samples else samples.g
-        ledger = microbatch.kernel_ledger(layer.index)
         of_term = take_aside(ctx)
         total = elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums, of_term)
         return dx, total, None, None
@@ -108,7 +119,7 @@ class FrozenRMSNorm(Layer):
         return self.current.microbatch if torch.is_grad_enabled() else None
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        weight = module.weight
+        weight = parameter_of(module, "weight")
         known = x.dim() in (3, 4) and x.shape[-1] <= rms_norm.MOST_FEATURES and x.shape[0] < 2**16
         known = known and takes(x)
         if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not takes(weight):
@@ -116,7 +127,7 @@ class FrozenRMSNorm(Layer):
         return _FrozenRMSNorm.apply(x, weight, self.flavour)
 
 
-class _FrozenRMSNorm(torch.autograd.Function):
+class _FrozenRMSNorm(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, flavour):
         x = x.contiguous()

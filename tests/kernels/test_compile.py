@@ -11,7 +11,7 @@ from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
 from isopo_trl.kernels import elementwise, experts, kept_rows, linear, rms_norm, v
 from isopo_trl.kernels.coefficients import KernelLedger, usable
-from isopo_trl.kernels.launch import INTERPRET
+from isopo_trl.kernels.launch import INTERPRET, NOTHING
 from isopo_trl.rules import make_rule
 from isopo_trl.rules.running import RunningStatistics
 
@@ -74,7 +74,8 @@ def compiled(capability, monkeypatch):
         monkeypatch.setattr(module, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
     forget_plans()
 
-    def launch(kernel, plan, tensors, numbers):
+    def launch(kernel, plan, tensors, numbers, fixed=NOTHING):
+        tensors += fixed.tensors
         assert all(0 < size < 2**31 for size in plan.grid) and len(plan.grid) == 3
         assert all(size < 2**16 for size in plan.grid[1:])
         constants = plan.constants

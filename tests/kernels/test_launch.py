@@ -6,7 +6,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
-from isopo_trl.kernels.launch import Plan, launch
+from isopo_trl.kernels.launch import NOTHING, Fixed, Plan, launch
 from isopo_trl.rules import make_rule
 from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
 
@@ -15,11 +15,12 @@ class FakeKernel:
     """Stands in for a kernel: notes how often it is compiled, and for which types it is launched."""
 
     def __init__(self):
-        self.compiled, self.launched = 0, []
+        self.compiled, self.given, self.launched = 0, [], []
 
     def __getitem__(self, grid):
         def compile_and_launch(*arguments, num_warps):
             self.compiled += 1
+            self.given.append(arguments)
             return FakeCompiled(self)
 
         return compile_and_launch
@@ -39,7 +40,18 @@ def test_a_plan_launches_what_was_compiled_with_the_arguments_of_the_moment():
     launch(kernel, plan, (x, x), (7,))
     launch(kernel, plan, (x, y), (8,))
     assert kernel.compiled == 1
-    assert kernel.launched == [((3, 1, 1), x, y, 8, "constant")]
+    assert kernel.launched == [((3, 1, 1), x.data_ptr(), y.data_ptr(), 8, "constant")]
+
+
+def test_tensors_that_many_launches_share_follow_their_own():
+    kernel, plan = FakeKernel(), Plan((1, 1, 1), ("constant",))
+    x, y, z = torch.zeros(4), torch.ones(4), torch.ones(8)
+    for _ in range(2):
+        launch(kernel, plan, (x,), (7,), Fixed((y, z)))
+    assert kernel.given == [(x, y, z, 7, "constant")]
+    assert kernel.launched == [((1, 1, 1), x.data_ptr(), y.data_ptr(), z.data_ptr(), 7, "constant")]
+    launch(kernel, plan, (x,), (7,), Fixed((y, z[1:])))
+    assert len(kernel.given) == 2 and len(kernel.launched) == 1
 
 
 def test_a_kernel_compiled_for_aligned_pointers_is_not_launched_for_others():
@@ -58,7 +70,8 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
     """A plan remembers what was compiled for it: all that a compiled kernel depends on must tell plans apart."""
     seen = {}
 
-    def noted(kernel, plan, tensors, numbers):
+    def noted(kernel, plan, tensors, numbers, fixed=NOTHING):
+        tensors += fixed.tensors
         assert all(type(number) is int and abs(number) < 2**31 for number in numbers)
         key = (kernel, plan.constants, tuple(x.dtype for x in tensors), tuple(plan.options.items()), plan.grid)
         assert seen.setdefault(id(plan), (plan, key))[1] == key
