@@ -128,4 +128,9 @@ def test_interpreted_kernels_agree_with_the_definition_under_further_rules():
 def test_with_interpreted_kernels_no_gradient_depends_on_how_the_step_is_cut():
     test = "tests/test_step_scope.py::test_no_gradient_depends_on_how_the_step_is_cut"
     cases = ["fisher-False-4 x 4", "npg-True-ragged", "fig4-False-2 x 8"]  # rule, LoRA, cut
-    assert run_interpreted(*(f"{test}[{case}]" for case in cases)) == len(cases)
+    of_experts = "test_a_sampled_position_is_a_sample_at_every_expert_that_it_was_sent_to"
+    mixtures = {
+        "layers/test_kept_rows": {of_experts: ["mixtral-True-fisher-[2, 1, 3]", "qwen3_moe-False-fig4-[2, 1, 3]"]}
+    }
+    every = [*(f"{test}[{case}]" for case in cases), *nodes(mixtures)]
+    assert run_interpreted(*every) == len(every)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isopo_trl import ISOPO, checkpoints
+from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import Sequences
 from isopo_trl.kept_rows import KeptRows
 from tests import oracle, tiny, training
@@ -319,6 +320,24 @@ def test_closing_a_step_takes_as_many_operations_for_two_layers_as_for_five(step
                 kept.close()
         taken.append(operations.names)
     assert taken[0] == taken[1] and (steps > 1 or taken[0] == ["aten.zero_.default"])
+
+
+def test_the_order_of_experts_is_that_of_the_rows_of_the_step():
+    """Memory comes back after two steps, with other rows in it."""
+    kept, generator = KeptRows(6), torch.Generator().manual_seed(0)
+    for number in range(5):
+        step = Step(number)
+        routing = Routing.of(torch.rand(B * T, 4, generator=generator).topk(2).indices, 4, Sequences.regular(B, T))
+        draw = kept.draw(step.mask != 0, Sequences.regular(B, T), torch.arange(B), 1.0)
+        g, a = (routing.of_positions(x.flatten(0, 1)) for x in (step.g, step.x))
+        samples = draw.exchange_routed(0, g, a, routing.choices, routing.places)
+        kept.commit(draw)
+        if samples is not None:
+            rows, bounds = routing.kept_rows(samples)
+            for expert in range(4):
+                assert (samples.choices.flatten()[rows[bounds[expert] : bounds[expert + 1]]] == expert).all()
+            assert bounds[-1] == 12
+        kept.close()
 
 
 def test_nothing_is_drawn_from_the_global_stream():
