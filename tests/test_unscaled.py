@@ -1,9 +1,14 @@
 """Terms of a loss that no rule rescales, without the trainer, in float64."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from isopo_trl import ISOPO
+from isopo_trl.microbatch import Microbatch
 from tests import oracle
 from tests.test_oracle import build, everything_in_float64  # noqa: F401
 
@@ -178,3 +183,102 @@ def test_unscaled_before_the_forward_is_refused():
     with pytest.raises(RuntimeError, match="No trained layer took part"):
         with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
             isopo.unscaled(torch.zeros((), requires_grad=True))
+
+
+# What is kept of a term: cotangents, or the gradients that they make
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["gradients", "rows"])
+@pytest.mark.parametrize("rule", ["fisher", "fig4"])
+@pytest.mark.parametrize("family, lora", [("gpt2", False), ("qwen2", False), ("qwen2", True)])
+def test_whatever_is_kept_of_a_term_is_added_as_it_is(family, lora, rule, rows, monkeypatch):
+    monkeypatch.setattr(Microbatch, "keeps_rows", lambda *_: rows)
+    check_sum(*three_gradients(build(family, lora), rule))
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.number = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Chain(torch.nn.Module):
+    """An embedding, linear layers and norms, so that each operation of a backward is known."""
+
+    def __init__(self, ids, hidden, checkpointed):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(ids, hidden)
+        widths = [hidden, 4 * hidden, hidden, hidden]
+        self.linear = torch.nn.ModuleList(torch.nn.Linear(*pair, bias=False) for pair in zip(widths, widths[1:], strict=False))
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.checkpointed = checkpointed
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.linear:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("m, T", [(3, 2), (3, 40)], ids=["few positions", "many positions"])
+def test_a_term_goes_back_with_no_more_work_than_it_must(m, T, checkpointed):
+    """
+    Where cotangents are kept, a linear layer has one product, that for its input; none is kept that is larger than the
+    gradient and the inputs in memory. The gradient is that of the definition either way.
+    """
+    hidden, vocabulary = 8, 50
+    torch.manual_seed(0)
+    model = Chain(vocabulary, hidden, checkpointed).double()
+    ids = torch.randint(vocabulary, (m, T))
+    loss, term = torch.randn(2, m, T, hidden, dtype=torch.float64)
+    found = []
+    for terms in (False, True):
+        model.zero_grad()
+        isopo = ISOPO(model, fisher_samples=ALL)
+        with isopo.microbatch(torch.tensor([1.0, -0.5, 2.0]), attention_mask=torch.ones(m, T)):
+            y = model(ids)
+            if terms:
+                with Operations() as operations:
+                    isopo.unscaled((y * term).sum())
+            y.backward(loss)
+        isopo.detach()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    model.zero_grad()
+    model(ids).backward(term)
+    for name, p in model.named_parameters():
+        expected = found[0][name] + p.grad
+        assert (found[1][name] - expected).norm() < 1e-12 * expected.norm(), name
+    # 8 -> 32 keeps its gradient where there are more than 8 positions; 32 -> 8 and 8 -> 8 also where they recompute
+    gradients = 0 if m * T <= hidden else 3 if checkpointed else 1
+    recomputed = 3 if checkpointed else 0
+    assert operations.number["mm"] + operations.number["addmm"] == 3 + gradients + recomputed
+    assert operations.number["embedding_dense_backward"] == (m * T > vocabulary)
+    assert not {"topk", "index_select", "linalg_vector_norm", "bmm", "einsum"} & set(operations.number)
+
+
+def test_a_term_reaches_parameters_from_positions_of_no_sequence_too():
+    """Load balancing counts them, for one."""
+    torch.manual_seed(0)
+    model = Chain(50, 8, checkpointed=False).double()
+    ids, owner = torch.randint(50, (1, 12)), torch.tensor([[0] * 4 + [-1] * 3 + [1] * 5])
+    loss, term = torch.randn(2, 1, 12, 8, dtype=torch.float64)
+    loss[0, 4:7] = 0
+    found = []
+    for terms in (False, True):
+        model.zero_grad()
+        isopo = ISOPO(model, fisher_samples=ALL)
+        with isopo.microbatch(torch.tensor([1.0, -0.5]), sequence_ids=owner):
+            y = model(ids)
+            if terms:
+                isopo.unscaled((y * term).sum())
+            y.backward(loss)
+        isopo.detach()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    model.zero_grad()
+    model(ids).backward(term)
+    check_sum(found[0], {name: p.grad for name, p in model.named_parameters()}, found[1])

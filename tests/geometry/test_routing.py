@@ -75,6 +75,7 @@ def test_scaled_rows_give_the_multiple_of_each_sequence_at_each_expert():
     routing, g, a = example()
     c = torch.randn(E, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     scaled = routing.scaled(g, c)
+    torch.testing.assert_close(routing.scaled(g, c, g.flip(0)), scaled + g.flip(0))
     weight, bias = routing.outer(scaled, a), routing.expert_sums(scaled)
     for e in range(E):
         G = position_gradients(routing, g, a, True, e).view(len(IDS), P, D + 1)

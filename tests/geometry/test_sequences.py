@@ -37,6 +37,7 @@ def test_packed_rows_go_to_their_own_sequence(data, count, rows):
     for row, owner in enumerate(ids.tolist()):
         assert torch.equal(scaled[row], x[row] * c[owner] if owner >= 0 else torch.zeros_like(x[row]))
     assert torch.equal(sequences.scaled(x[:, 0], c), scaled[:, 0])
+    torch.testing.assert_close(sequences.scaled(x, c, x.flip(0)), scaled + x.flip(0))  # of no sequence as well
 
 
 @settings(max_examples=30)

@@ -147,6 +147,8 @@ def test_coefficients_and_scaled_rows_are_those_of_each_expert(shape, rule, dtyp
     for x in (given.g, given.a):
         expected = given.routing.scaled(x.double(), c)
         close(experts.scaled(x, given.routing, ledger, FIRST), expected, GRADIENT[dtype])
+        added = experts.scaled(x, given.routing, ledger, FIRST, plus=x.flip(0))
+        close(added, expected + x.flip(0).double(), GRADIENT[dtype])
 
 
 @pytest.mark.parametrize(

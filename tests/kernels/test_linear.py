@@ -92,6 +92,9 @@ def test_scaled_rows_are_those_of_the_sequences(m, T, d, dtype):
     result = linear.scaled(x, sequences, ledger, KNOWN)
     assert result.dtype == dtype and result.is_contiguous()
     close(result, sequences.scaled(x.double(), ledger.table[KNOWN, 0]), GRADIENT[dtype])
+    wide = torch.cat([x.flip(0), x], 1)
+    added = linear.scaled(x, sequences, ledger, KNOWN, wide[:, :d])  # rows with gaps between them
+    close(added, sequences.scaled(x.double(), ledger.table[KNOWN, 0]) + x.flip(0).double(), GRADIENT[dtype])
 
 
 # Memory layouts

@@ -166,3 +166,5 @@ def test_the_gradient_of_the_weight_is_that_of_an_elementwise_parameter(m, T, d,
     close(result, expected.c @ V, GRADIENT[EXACT])
     again = elementwise_gradient(of_samples, *arguments, sums)
     assert torch.equal(again, result) and not run.ledger.counter.any()
+    parts = torch.linspace(-1, 2, 70 * d, device=x.device, dtype=sums.dtype).view(70, d)
+    close(elementwise_gradient(of_samples, *arguments, sums, parts), expected.c @ V + parts.sum(0), GRADIENT[EXACT])

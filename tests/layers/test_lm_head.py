@@ -128,6 +128,46 @@ def test_the_chunked_head_honours_what_happens_to_the_logits(compact, settings):
     check("fig4", compact, bias=True, **settings)
 
 
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "none"])
+def test_terms_are_added_to_the_chunked_head_as_they_are(rule, strategy, with_entropy, monkeypatch):
+    """Two of them, of log-probabilities or of these and entropies, in whichever way the loss's gradient is made."""
+    monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
+    monkeypatch.setattr(lm_head, "_TILE", 50)  # several tiles over the vocabulary
+    monkeypatch.setattr(cost, "KEPT_LIMIT", 70)
+    model, hidden, targets, weights = example(bias=True)
+    slopes = torch.linspace(-1, 2, 2 * B * (T - 1), dtype=torch.float64).view(2, B, T - 1)
+
+    def run(terms):
+        isopo = ISOPO(model, rule, fisher_samples=9)
+        leaf = hidden.clone().requires_grad_()
+        model.zero_grad()
+        with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
+            arguments = (leaf.flatten(0, 1), model.lm_head.weight, model.lm_head.bias, targets.flatten())
+            logps, *entropy = trl_utils._ChunkedLogProbFunction.apply(*arguments, 0.7, 4, None, 1.0, ("entropy",))
+            for slope in slopes if terms else ():
+                term = (slope.flatten() * logps).sum()
+                isopo.unscaled(term + (entropy[0] * slope.flatten().square()).sum() if with_entropy else term)
+            (-weights.flatten() * logps).sum().backward()
+        isopo.detach()
+        return [leaf.grad, *(p.grad for p in model.parameters())]
+
+    both, alone = run(terms=True), run(terms=False)
+    leaf = hidden.clone().requires_grad_()
+    model.zero_grad()
+    logits = (model.lm_head(leaf) / 0.7).log_softmax(-1)
+    term = slopes.sum(0) * logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    if with_entropy:
+        term = term - slopes.square().sum(0) * (logits.exp() * logits).sum(-1)
+    term.sum().backward()
+    # The hidden states have the loss's own: the terms' went back before
+    torch.testing.assert_close(both[0], alone[0], rtol=1e-9, atol=1e-12)
+    for found, of_loss, p in zip(both[1:], alone[1:], model.parameters(), strict=True):
+        torch.testing.assert_close(found, of_loss + p.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("rule", rule_names())
 def test_a_microbatch_without_a_scored_token_gives_the_chunked_head_a_zero_gradient(rule):
     """On devices with Triton, TRL then hands over no row at all (`mask_truncated_completions`)."""
