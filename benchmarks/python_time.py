@@ -139,7 +139,7 @@ def layer_module(kind: str) -> nn.Module:
     if kind == "rms norm":
         return nn.Sequential(Qwen3RMSNorm(WIDTH))
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
-    return get_peft_model(module, LoraConfig(r=4, target_modules=["0"]))
+    return get_peft_model(module, LoraConfig(r=4, target_modules=["0"])).base_model.model
 
 
 def passes(module: nn.Module, rule: str | None, options: argparse.Namespace) -> Callable[[], tuple[float, float]]:
@@ -167,9 +167,8 @@ def passes(module: nn.Module, rule: str | None, options: argparse.Namespace) -> 
 
 
 def layers(options: argparse.Namespace) -> None:
-    print(
-        f"microseconds of CPU time per layer, forward + backward, least of {options.repeats} rounds; {options.sequences} x {options.length}, width {WIDTH}"
-    )
+    print(f"{options.sequences} x {options.length}, width {WIDTH}, least of {options.repeats} rounds")
+    print("microseconds of CPU time per layer, forward + backward")
     print(f"{'':10} {'module':>14}" + "".join(f" {rule:>14}" for rule in options.rules))
     for kind in LAYERS:
         runs = [passes(layer_module(kind), rule, options) for rule in (None, *options.rules)]

@@ -105,7 +105,10 @@ class Microbatch:
             m, n = self.sequences.count, 0 if self.samples is None else self.samples.number
             if self.draw is not None:
                 n = self.draw.kept.samples
-            known = self.sequences.index is None and usable(x, m, n, self.rule)
+            # Kernels are given addresses, and would not notice what is elsewhere
+            data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
+            here = all(tensor.device == x.device for tensor in data)
+            known = here and self.sequences.index is None and usable(x, m, n, self.rule)
             self._kernels_take[x.dtype] = known
         return known
 

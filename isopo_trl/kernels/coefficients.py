@@ -128,8 +128,8 @@ class KernelLedger:
 
     def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
         """
-        Memory for one `use`, which has it until another layer asks for the same: on the device, the work of one layer
-        follows another's. Not initialised, in the type in which sums over `like` are made.
+        Memory for one `use`, which has it until another layer asks for the same: on the device, layers follow one
+        another. Not initialised, in the type in which sums over `like` are made.
         """
         key = (use, shape, like.dtype)
         found = self._scratch.get(key)

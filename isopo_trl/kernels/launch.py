@@ -114,7 +114,7 @@ def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple, fixed: Fixed
     Launch `kernel(*tensors, *fixed.tensors, *numbers, *plan.constants)`.
 
     From the second time on without Triton's inspection of every argument, which takes most of a launch's time, and
-    with addresses in place of tensors, which Triton would ask the driver about one by one. That is sound since numbers
+    with addresses in place of tensors, about which Triton would ask the driver one by one. That is sound since numbers
     are declared not to be specialised on, a plan is made for one combination of types, and the pointers are aligned.
     """
     pointers = [x.data_ptr() for x in tensors]

@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward, take_aside
+from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward, parameter_of, take_aside
 from .linear import LinearLayer, OfTerm, linear_gradient
 
 
@@ -50,29 +50,29 @@ class LoRALinear(Layer):
             return None
         if module.disable_adapters or module.merged or module.active_adapters != [self.adapter]:
             return None
-        dropout = module.lora_dropout[self.adapter]
+        # Through the dictionaries: a search of `nn.Module.__getattr__` for each would take longer than all the rest
+        inside: dict[str, Any] = module._modules
+        dropout = inside["lora_dropout"]._modules[self.adapter]
         if dropout.training and getattr(dropout, "p", 0) > 0:
             return None
-        A: Any = self.A.module
-        B: Any = self.B.module
-        if not (A.weight.requires_grad and B.weight.requires_grad) or module.base_layer.weight.requires_grad:
+        base, A, B = inside["base_layer"], self.A.module, self.B.module
+        if not (parameter_of(A, "weight").requires_grad and parameter_of(B, "weight").requires_grad):
             return None
-        if has_own_forward(module.base_layer):
+        if parameter_of(base, "weight").requires_grad or has_own_forward(base):
             return None
         # Their calls are skipped here, and with them what others do there: DeepSpeed, for one, gathers the weights
-        return None if _is_hooked(module.base_layer) or _is_hooked(A) or _is_hooked(B) else microbatch
+        return None if _is_hooked(base) or _is_hooked(A) or _is_hooked(B) else microbatch
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        base = module.base_layer
-        A: Any = self.A.module
-        B: Any = self.B.module
-        cast, weight, bias = autocast(x, base.weight, base.bias)
+        base = module._modules["base_layer"]
+        A, B = (parameter_of(factor.module, "weight") for factor in (self.A, self.B))
+        cast, weight, bias = autocast(x, parameter_of(base, "weight"), parameter_of(base, "bias"))
         # As PEFT does: the adapter's type, unless autocast has the last word
-        mixed = cast.dtype != A.weight.dtype and not torch.is_autocast_enabled(x.device.type)
+        mixed = cast.dtype != A.dtype and not torch.is_autocast_enabled(x.device.type)
         if args or kwargs or mixed or cast.dtype != weight.dtype or (bias is not None and bias.dtype != cast.dtype):
             return type(module).forward(module, x, *args, **kwargs)
-        microbatch.add_to_graph(A)
-        return _LoRA.apply(cast, weight, bias, A.weight, B.weight, module.scaling[self.adapter], self, microbatch)
+        microbatch.add_to_graph(self.A.module)
+        return _LoRA.apply(cast, weight, bias, A, B, module.scaling[self.adapter], self, microbatch)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -123,7 +123,8 @@ class _LoRA(LayerFunction):
     def forward(ctx, x, weight, bias, A, B, scaling, layer, microbatch):
         microbatch.check(layer.name, x)
         ctx.dtype, ctx.scaling, ctx.layer, ctx.microbatch = A.dtype, scaling, layer, microbatch
-        A, B = A.to(x.dtype), B.to(x.dtype)
+        if not A.dtype == B.dtype == x.dtype:
+            A, B = A.to(x.dtype), B.to(x.dtype)
         rows = x.reshape(microbatch.sequences.rows, -1)
         # The scaling, which belongs to the cotangent of B, is moved to its input, where it costs nothing
         h = torch.addmm(A[0, 0], rows, A.t(), beta=0, alpha=scaling)
@@ -136,11 +137,11 @@ class _LoRA(LayerFunction):
     def backward(ctx, grad):
         x, h, weight, A, B = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
-        g = microbatch.rows(layer.name, grad)
+        g = grad.flatten(0, -2)
         dh = torch.addmm(h, g, B, beta=0, alpha=ctx.scaling)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
+            grad_x = g.mm(weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
         of_A, of_B = take_aside(ctx) or (None, None)
         grad_B, _ = linear_gradient(g, h, True, False, layer.B.index, microbatch, ctx.dtype, of_B)
         grad_A, _ = linear_gradient(dh, x, True, False, layer.A.index, microbatch, ctx.dtype, of_A)
