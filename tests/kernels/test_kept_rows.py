@@ -141,13 +141,16 @@ def test_rows_are_copied_to_their_slots_and_others_are_left(widths, dtype):
     names = ("g", "a")[: len(widths)]
     rows = {n: torch.randn(9, w, generator=generator).to(DEVICE, dtype) for n, w in zip(names, widths, strict=True)}
     source = torch.tensor([4, reservoir.KEEP, 8, reservoir.NOTHING, 0, reservoir.KEEP], device=DEVICE)
-    buffers = {n: torch.full((6, x.shape[1]), 7.0, device=DEVICE, dtype=dtype) for n, x in rows.items()}
+    # A part of the features is what the LM head puts at a time
+    whole = {n: torch.full((6, x.shape[1] + 3), 7.0, device=DEVICE, dtype=dtype) for n, x in rows.items()}
+    buffers = {n: x[:, 2:-1] for n, x in whole.items()}
     expected = {n: x.clone() for n, x in buffers.items()}
     assert kept_rows.take(rows, buffers)
     kept_rows.put(buffers, rows, source)
     for name, x in expected.items():
         reservoir.Source(source).put(x, rows[name])
         assert torch.equal(buffers[name], x), name
+        assert (whole[name][:, [0, 1, -1]] == 7).all(), name
 
 
 def test_rows_that_the_kernel_cannot_read_are_left_to_pytorch():
