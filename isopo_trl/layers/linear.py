@@ -110,7 +110,8 @@ def linear_gradient(
             samples, into = exchanged
         else:
             samples = microbatch.sampled(index, g, a=a)
-            kernels = kernels and not isinstance(samples, SampleRows)
+            if isinstance(samples, SampleRows):
+                kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
     n = 0 if samples is None else samples.number
     size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
     strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
