@@ -43,6 +43,8 @@ def _elementwise_kernel(
     plus,
     scratch,
     out,
+    slots,
+    kept,
     counter,
     table,
     advantages,
@@ -56,6 +58,7 @@ def _elementwise_kernel(
     parts,
     D: tl.constexpr,
     SUMMED: tl.constexpr,
+    STORE: tl.constexpr,
     VARIANT: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -68,7 +71,8 @@ def _elementwise_kernel(
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
     last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these
-    has the coefficients. What `plus` adds up to is added to the result.
+    has the coefficients. What `plus` adds up to is added to the result. With `STORE`, rows go to the slots of `kept` that
+    `slots` has for them along the way.
     """
     block = tl.program_id(0)
     s = tl.program_id(2)
@@ -96,8 +100,14 @@ def _elementwise_kernel(
         stop = tl.minimum((split + 1) * share, T)
         for start in range(split * share, stop, BT):
             t = start + tl.arange(0, BT)
-            at = (s.to(tl.int64) * T + t)[:, None] * D + d[None, :]
-            total += tl.sum(tl.load(v + at, mask=(t < stop)[:, None] & inside[None, :], other=0.0).to(ACC), 0)
+            position = s.to(tl.int64) * T + t
+            there = (t < stop)[:, None] & inside[None, :]
+            values = tl.load(v + position[:, None] * D + d[None, :], mask=there, other=0.0).to(ACC)
+            if STORE:
+                slot = tl.load(slots + position, mask=t < stop, other=-1)
+                place = slot.to(tl.int64)[:, None] * D + d[None, :]
+                tl.store(kept + place, values, mask=(slot >= 0)[:, None] & inside[None, :])
+            total += tl.sum(values, 0)
         tl.store(sums + (s * splits + split) * D + d, total, mask=inside)
         last = _is_last(counter + 1 + block, splits * tl.num_programs(2))
 
@@ -183,7 +193,15 @@ def _elementwise_kernel(
 
 @lru_cache(maxsize=4096)
 def _elementwise_plan(
-    m: int, T: int, n: int, D: int, summed: bool, rule: Rule, dtypes: tuple[torch.dtype, ...], device: torch.device
+    m: int,
+    T: int,
+    n: int,
+    D: int,
+    summed: bool,
+    store: bool,
+    rule: Rule,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> tuple[Plan, int, int]:
     """The plan, splits of the rows of a sequence, and size of the scratch memory."""
     BD = min(max(16, power_of_two(D)), _FEATURE_BLOCK)
@@ -194,7 +212,8 @@ def _elementwise_plan(
     acc, _ = types_of(dtypes[0])
     needs = rule.needs
     size = (m + 1) * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
-    constants = (D, summed, variant_of(rule), acc, "ieee" if acc == tl.float64 else "tf32x3", 64, BD, BM, BN, BB)
+    precision = "ieee" if acc == tl.float64 else "tf32x3"
+    constants = (D, summed, store, variant_of(rule), acc, precision, 64, BD, BM, BN, BB)
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
 
@@ -212,13 +231,15 @@ def elementwise_gradient(
     dtype: torch.dtype,
     sums: torch.Tensor | None = None,
     plus: torch.Tensor | None = None,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """
     `sum_s c_s V_s` `[d]` of an elementwise parameter, from its gradient at each position, `v` `[N, d]`.
 
     Where these are summed already, `sums` `[m, splits, d]` are the sums, and `v` `[n, d]` those of the samples alone.
     Samples that are rows from before are where they are. The sum over `plus` `[parts, d]`, which has the type of sums,
-    is added.
+    is added. `into`, where rows are to be kept: a tensor `[slots, d]` that some go to, and which of its rows each
+    position goes to, `[N]`, or `-1`.
     """
     v = v.contiguous()
     m, T, D = sequences.count, sequences.length, v.shape[1]
@@ -226,7 +247,9 @@ def elementwise_gradient(
     summed = sums is not None
     of_samples = samples.g if isinstance(samples, SampleRows) else v
     dtypes = (v.dtype, dtype, of_samples.dtype)
-    plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, dtypes, v.device)
+    kept, slots = (ledger.counter, ledger.counter) if into is None else into
+    store = into is not None
+    plan, splits, size = _elementwise_plan(m, T, n, D, summed, store, ledger.rule, (*dtypes, kept.dtype), v.device)
     if sums is None:
         sums = ledger.scratch(v, "sums", m, splits, D)
     else:
@@ -240,6 +263,6 @@ def elementwise_gradient(
     out = v.new_empty(D, dtype=dtype)
     parts = 0 if plus is None else len(plus)
     memory = ledger.scratch(v, "elementwise", size)
-    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, memory, out)
+    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, memory, out, slots, kept)
     launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits, parts), ledger.fixed)
     return out

@@ -21,10 +21,15 @@ from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
-    sequences, rule = microbatch.sequences, microbatch.rule
-    samples = microbatch.sampled(index, v)
+    sequences, rule, draw = microbatch.sequences, microbatch.rule, microbatch.draw
     if microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
-        return kernel.elementwise_gradient(v, sequences, samples, microbatch.kernel_ledger(index), index, dtype)
+        into = None
+        if draw is not None and draw.is_plain(index):  # the kernel keeps what is to be kept
+            into = draw.vectors(index, v), draw.slots(sequences.rows)
+        samples = microbatch.sampled(index, v) if draw is None or into is None else draw.kept.rows_of(index)
+        ledger = microbatch.kernel_ledger(index)
+        return kernel.elementwise_gradient(v, sequences, samples, ledger, index, dtype, into=into)
+    samples = microbatch.sampled(index, v)
     statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)
 

@@ -188,7 +188,8 @@ def linear_gradient(
             samples, into = exchanged
         else:
             samples = microbatch.sampled(index, g, a=a)
-            kernels = kernels and not isinstance(samples, SampleRows)
+            if isinstance(samples, SampleRows):
+                kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
     strategy: Strategy = "ghost"
     if not kernels or needs.norm or needs.ntk:
         n = 0 if samples is None else samples.number

@@ -121,6 +121,19 @@ def test_an_elementwise_parameter_takes_rows_from_before(m, T, d, n, dtype, wide
     close(result, run.ledger.table[run.index, 0] @ V, GRADIENT[dtype])
 
 
+def test_what_measures_an_elementwise_parameter_also_keeps_its_rows():
+    m, T, d, n = 2, 70, 70, 5
+    given = batch(m, T, d, 1, n)
+    samples, run, alone = SampleRows(from_before(given, n).g), Run.of(given, FIG4), Run.of(given, FIG4)
+    slots = torch.full((m * T,), -1, dtype=torch.int32, device=DEVICE)
+    slots[3], slots[69], slots[139] = 4, 0, 2
+    kept = torch.full((n, d), 7.0, device=DEVICE, dtype=torch.promote_types(EXACT, torch.float32))
+    arguments = (given.g, given.sequences, samples)
+    result = elementwise.elementwise_gradient(*arguments, run.ledger, run.index, EXACT, into=(kept, slots))
+    assert torch.equal(kept[[4, 0, 2]], given.g[[3, 69, 139]].to(kept)) and (kept[[1, 3]] == 7).all()
+    assert torch.equal(result, elementwise.elementwise_gradient(*arguments, alone.ledger, alone.index, EXACT))
+
+
 @pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
 @pytest.mark.parametrize("widths", [(1,), (5, 33), (1500, 16), (16, 1500)], ids=str)
 def test_rows_are_copied_to_their_slots_and_others_are_left(widths, dtype):
@@ -128,13 +141,16 @@ def test_rows_are_copied_to_their_slots_and_others_are_left(widths, dtype):
     names = ("g", "a")[: len(widths)]
     rows = {n: torch.randn(9, w, generator=generator).to(DEVICE, dtype) for n, w in zip(names, widths, strict=True)}
     source = torch.tensor([4, reservoir.KEEP, 8, reservoir.NOTHING, 0, reservoir.KEEP], device=DEVICE)
-    buffers = {n: torch.full((6, x.shape[1]), 7.0, device=DEVICE, dtype=dtype) for n, x in rows.items()}
+    # A part of the features is what the LM head puts at a time
+    whole = {n: torch.full((6, x.shape[1] + 3), 7.0, device=DEVICE, dtype=dtype) for n, x in rows.items()}
+    buffers = {n: x[:, 2:-1] for n, x in whole.items()}
     expected = {n: x.clone() for n, x in buffers.items()}
     assert kept_rows.take(rows, buffers)
     kept_rows.put(buffers, rows, source)
     for name, x in expected.items():
         reservoir.Source(source).put(x, rows[name])
         assert torch.equal(buffers[name], x), name
+        assert (whole[name][:, [0, 1, -1]] == 7).all(), name
 
 
 def test_rows_that_the_kernel_cannot_read_are_left_to_pytorch():
@@ -185,7 +201,7 @@ class Counter(TorchDispatchMode):
 
 def operations(layers, scope, monkeypatch):
     """Launches, and operations beside them, of the second microbatch of the third step, through so many layers."""
-    kinds = (nn.Linear(8, 8, bias=False), LlamaRMSNorm(8))
+    kinds = (nn.Linear(8, 8, bias=False), LlamaRMSNorm(8), nn.LayerNorm(8))
     model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers) for layer in kinds)).to(DEVICE, torch.float32)
     isopo = ISOPO(model, fisher_samples=4, fisher_scope=scope)
     launches = []

@@ -33,11 +33,11 @@ def sampled(ids, mask, number, step=0):
     return rows.flatten()[sampled_positions(batch, step, number, lambda s, _: s)]
 
 
-def run(layer, x, cotangent, rule, cut, samples, packed=False, steps=2):
-    """The layer's gradients in the second step, which is cut; the first is, too."""
+def run(layer, x, cotangent, rule, cut, samples, packed=False):
+    """The layer's gradients in the third step, which is cut, as those before; all are of the same sequences."""
     model = Holder(layer)
     isopo = ISOPO(model, rule, fisher_samples=samples, **SCOPE, **FORMULA)
-    for _ in range(steps):
+    for _ in range(3):
         model.zero_grad()
         start = 0
         for size in cut:
@@ -73,7 +73,8 @@ def test_gradient_is_the_definition_with_the_rows_of_the_step_before(name, rule,
     if not packed:
         cotangent = cotangent * (MASK != 0).unsqueeze(2)
     ids = PACKED if packed else torch.arange(B).unsqueeze(1).expand(B, T)
-    rows = sampled(ids, torch.ones_like(MASK) if packed else MASK, 5)
+    # Of the second step: from then on, a layer is measured with some rows and keeps others
+    rows = sampled(ids, torch.ones_like(MASK) if packed else MASK, 5, step=1)
     advantages = ADVANTAGES if packed else ADVANTAGES[:B]
     expected = harness.expected_gradients(plain, x, cotangent, ids, advantages, rows, rule, **FORMULA)
     for found, right in zip(run(layer, x, cotangent, rule, cut, 5, packed), expected, strict=True):
