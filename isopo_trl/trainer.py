@@ -157,6 +157,8 @@ class ISOPOTrainer(GRPOTrainer):
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
+        if args.use_liger_kernel and self._goes_back_twice:
+            args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config, ", ".join(unscaled))
         checkpointing: Any = args.gradient_checkpointing_kwargs or {}
         if self._goes_back_twice and args.gradient_checkpointing and checkpointing.get("use_reentrant"):
             raise ValueError(

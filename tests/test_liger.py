@@ -26,6 +26,18 @@ def test_norms_and_experts_keep_isopos_layers():
     assert liger.kernels(experts, None) == {"rms_norm": False, "layer_norm": False, "swiglu": False}
 
 
+def test_a_backward_that_works_in_place_is_not_run_twice(tmp_path):
+    dense, experts = tiny.model("qwen3"), tiny.model("qwen3_moe")
+    off = {"rms_norm": False, "layer_norm": False, "swiglu": False, "geglu": False}
+    assert liger.kernels(dense, {"rope": True}, "beta=0.1") == {"rope": True, **off}
+    assert liger.kernels(experts, None, "beta=0.1") == off
+    with pytest.raises(ValueError, match=r"asks for swiglu, whose backward works in place.*with beta=0\.1"):
+        liger.kernels(dense, {"swiglu": True}, "beta=0.1")
+    terms = {"token_weights": "p3o", "use_liger_kernel": True}
+    assert training.build(tmp_path, **terms).args.liger_kernel_config.items() >= off.items()
+    assert "swiglu" not in training.build(tmp_path, rule="none", **terms).args.liger_kernel_config
+
+
 def test_what_trl_refuses_is_refused_first_and_in_its_words(tmp_path):
     both = {"fused_linear_cross_entropy": True, "rms_norm": True}
     with pytest.raises(ValueError, match="fused_linear_cross_entropy.*is not supported.*fused LM head"):

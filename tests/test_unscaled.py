@@ -213,7 +213,8 @@ class Chain(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(ids, hidden)
         widths = [hidden, 4 * hidden, hidden, hidden]
-        self.linear = torch.nn.ModuleList(torch.nn.Linear(*pair, bias=False) for pair in zip(widths, widths[1:], strict=False))
+        pairs = zip(widths[:-1], widths[1:], strict=True)
+        self.linear = torch.nn.ModuleList(torch.nn.Linear(*pair, bias=False) for pair in pairs)
         self.norm = torch.nn.LayerNorm(hidden)
         self.checkpointed = checkpointed
 

@@ -142,6 +142,7 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
         v.combined(V, ledger, 0, dtype)
         expected |= {"_ntk_kernel" if rule.needs.ntk else "_norm_kernel", "_combine_kernel"}
     linear.scaled(g, sequences, ledger, 0)
+    linear.scaled(g, sequences, ledger, 0, plus=g)
     elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, dtype)
     assert set(compiled) == expected
 
@@ -212,6 +213,7 @@ def test_kernels_of_experts_compile_and_fit(compiled, rule, dtype):
     expected |= {"_expert_products_kernel"} if rule.needs.norm or rule.needs.ntk else set()
     experts.expert_coefficients(g, a, True, routing, samples, ledger, 0)
     experts.scaled(g, routing, ledger, 0)
+    experts.scaled(g, routing, ledger, 0, plus=g)
     assert set(compiled) == expected
 
 
