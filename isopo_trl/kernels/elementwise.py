@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
+from ..geometry.cost import Needs
 from ..geometry.sequences import SampleRows, Samples, Sequences
-from ..rules.rule import Rule
 from .coefficients import (
     COUNTERS,
     NORM,
@@ -22,7 +22,6 @@ from .coefficients import (
     _is_last,
     _non_interacting,
     tiles,
-    variant_of,
 )
 from .launch import Plan, jit, launch, power_of_two, types_of
 
@@ -173,7 +172,15 @@ def _elementwise_kernel(
 
 @lru_cache(maxsize=4096)
 def _elementwise_plan(
-    m: int, T: int, n: int, D: int, summed: bool, rule: Rule, dtypes: tuple[torch.dtype, ...], device: torch.device
+    m: int,
+    T: int,
+    n: int,
+    D: int,
+    summed: bool,
+    needs: Needs,
+    variant: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> tuple[Plan, int, int]:
     """The plan, splits of the rows of a sequence, and size of the scratch memory."""
     BD = min(max(16, power_of_two(D)), _FEATURE_BLOCK)
@@ -182,9 +189,8 @@ def _elementwise_plan(
     BM = max(16, BM)
     splits = max(1, min(1024 // (m * blocks), T // 256))
     acc, _ = types_of(dtypes[0])
-    needs = rule.needs
     size = m * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
-    constants = (D, summed, variant_of(rule), acc, "ieee" if acc == tl.float64 else "tf32x3", 64, BD, BM, BN, BB)
+    constants = (D, summed, variant, acc, "ieee" if acc == tl.float64 else "tf32x3", 64, BD, BM, BN, BB)
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
 
@@ -214,7 +220,7 @@ def elementwise_gradient(
     summed = sums is not None
     of_samples = samples.g if isinstance(samples, SampleRows) else v
     dtypes = (v.dtype, dtype, of_samples.dtype)
-    plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.rule, dtypes, v.device)
+    plan, splits, size = _elementwise_plan(m, T, n, D, summed, ledger.needs, ledger.variant, dtypes, v.device)
     if sums is None:
         sums = ledger.scratch(v, "sums", m, splits, D)
     else:
