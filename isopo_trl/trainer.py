@@ -304,7 +304,7 @@ class ISOPOTrainer(GRPOTrainer):
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         unequal = trl_seam.unequal_ranks(self) if train and self.skipping is not None else nullcontext()
-        with unequal, caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward):
+        with unequal, caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward) as given:
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
         if train and self.step_control is not None:
             if self.skipping is None:  # which notes all that it has seen
@@ -326,9 +326,11 @@ class ISOPOTrainer(GRPOTrainer):
         if not train:
             return loss + terms.value
         # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        slope, *by_weight = torch.autograd.grad(loss, [weighted_sign, *forward.differentiated], retain_graph=True)
+        inputs_of_loss = [weighted_sign, given.leaf, *forward.differentiated]
+        slope, by_given, *by_weight = torch.autograd.grad(loss, inputs_of_loss)
         weighted_advantages = advantages * batch.loss_weights
         value = loss.detach() + ((weighted_advantages - weighted_sign.detach()) * slope).sum() + terms.value
+        loss = Derivative(given.with_graph, by_given).term
         unscaled = [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
         pull = forward.unscaled_term()
         if pull is not None:

@@ -456,15 +456,36 @@ _NO_TERMS = {
 }
 
 
+class LossInput:
+    """
+    The log-probabilities, or log-ratios, that a loss is computed of.
+
+    Attributes:
+        with_graph (`torch.Tensor`): `[B, C]`, as the forward pass has made them.
+        leaf (`torch.Tensor`): `[B, C]`, the same numbers without their graph, which is what the loss gets: autograd,
+            when asked for a derivative, goes over all of the graph before it begins, and the model's is long.
+    """
+
+    with_graph: torch.Tensor
+    leaf: torch.Tensor
+
+    def cut(self, outputs: Outputs) -> Outputs:
+        """The outputs with the leaf in them."""
+        self.with_graph = outputs.logps
+        self.leaf = outputs.logps.detach().requires_grad_(torch.is_grad_enabled())
+        return outputs._replace(logps=self.leaf)
+
+
 @contextmanager
 def weighed_loss(
     trainer: Any,
     batch: Batch,
     weigh: Callable[[Outputs], tuple[torch.Tensor | None, torch.Tensor | None] | None],
-) -> Iterator[None]:
+) -> Iterator[LossInput]:
     """
     Context for TRL's `_compute_loss` of the batch, in which the loss is that of the policy, without the terms that
     carry no advantage, and tokens are weighed. The first call makes the forward pass; others get what it returned.
+    The loss's gradient ends at the leaf of what the context yields.
 
     Args:
         weigh (`Callable`): gets what the loss's forward pass returned, and returns the weights and the ratios of
@@ -473,12 +494,13 @@ def weighed_loss(
     with ExitStack() as loans:
         wanted = {"compute_aux_loss": trainer.aux_loss_enabled}  # for the terms, from the same pass
         seen: list[Any] = []
+        given = LossInput()
 
         def stand_in(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not seen:
                 outputs = Outputs(*forward(*args, **{**kwargs, **wanted}))
                 weighed = weigh(outputs)
-                seen.append(outputs if weighed is None else weighed_outputs(outputs, *weighed))
+                seen.append(given.cut(outputs if weighed is None else weighed_outputs(outputs, *weighed)))
             return seen[0]
 
         def weighed_outputs(outputs: Outputs, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> Outputs:
@@ -490,7 +512,7 @@ def weighed_loss(
         own_loss = {**_NO_TERMS, "use_vllm": False, "vllm_importance_sampling_correction": False}
         loans.enter_context(borrowed(trainer, **own_loss))
         loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
-        yield
+        yield given
 
 
 @contextmanager

@@ -116,6 +116,18 @@ def test_packed_sequences_are_left_to_pytorch():
 
 
 @needs_kernels
+def test_data_on_another_device_than_the_layers_are_left_to_pytorch():
+    """Which says so: kernels are given addresses."""
+    x = torch.ones(B * T, 2, device=DEVICE)
+    elsewhere = microbatch(FISHER, device=DEVICE)
+    elsewhere.set_advantages(elsewhere.advantages.to("meta"))
+    assert not elsewhere.kernels_take(x)
+    elsewhere = microbatch(FISHER, device=DEVICE)
+    elsewhere.samples = draw_samples(torch.ones(B * T, device="meta"), 3, 0)
+    assert not elsewhere.kernels_take(x)
+
+
+@needs_kernels
 def test_a_rule_that_the_kernels_do_not_know_and_other_types_are_left_to_pytorch():
     x = torch.ones(B * T, 2, device=DEVICE)
     assert not microbatch(OtherFormula(fisher_power=-1.0), device=DEVICE).kernels_take(x)

@@ -219,6 +219,18 @@ def test_trainer_is_as_it_was_after_a_loss_that_fails(tmp_path):
     assert "_generate" not in vars(trainer) and "_get_per_token_logps_and_entropies" not in vars(trainer)
 
 
+def test_the_graph_of_a_loss_ends_before_the_model():
+    weight = torch.ones(3, requires_grad=True)
+    outputs = trl_seam.Outputs((2 * weight).unsqueeze(0), None, None)
+    given = trl_seam.LossInput()
+    (slope,) = torch.autograd.grad(given.cut(outputs).logps.square().sum(), [given.leaf])
+    assert weight.grad is None and given.with_graph is outputs.logps
+    given.with_graph.backward(slope)
+    assert weight.grad.tolist() == [8.0] * 3
+    with torch.no_grad():
+        assert not given.cut(outputs).logps.requires_grad
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_accumulation_is_given_back_halfway_where_the_old_policy_is_wanted(wanted, tmp_path):
     seen = []

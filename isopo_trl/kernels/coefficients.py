@@ -111,6 +111,7 @@ class KernelLedger:
         ledger ([`Ledger`]): where coefficients go.
 
     Attributes:
+        needs ([`Needs`]): the statistics that the rule asks for.
         variant (`int`): what the kernels are compiled for.
         counter (`torch.Tensor`): zeros, with which the programs of a kernel find out which of them is the last.
         fixed ([`Fixed`]): counter, table, advantages, history and the rule's numbers: the last tensors of each kernel.
@@ -118,6 +119,7 @@ class KernelLedger:
 
     def __init__(self, ledger: Ledger):
         self.rule, self.table, self.advantages = ledger.rule, ledger.table, ledger.advantages
+        self.needs = ledger.rule.needs
         self.variant = variant_of(ledger.rule)
         advantages = ledger.advantages
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
+from ..geometry.cost import Needs
 from ..geometry.sequences import SampleRows, Samples, Sequences
-from ..rules.rule import Rule
 from .coefficients import (
     COUNTERS,
     NORM,
@@ -22,7 +22,6 @@ from .coefficients import (
     _is_last,
     _non_interacting,
     tiles,
-    variant_of,
 )
 from .launch import Plan, jit, launch, power_of_two, types_of
 
@@ -199,7 +198,8 @@ def _elementwise_plan(
     D: int,
     summed: bool,
     store: bool,
-    rule: Rule,
+    needs: Needs,
+    variant: int,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> tuple[Plan, int, int]:
@@ -210,10 +210,9 @@ def _elementwise_plan(
     BM = max(16, BM)
     splits = max(1, min(1024 // (m * blocks), T // 256))
     acc, _ = types_of(dtypes[0])
-    needs = rule.needs
     size = (m + 1) * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
     precision = "ieee" if acc == tl.float64 else "tf32x3"
-    constants = (D, summed, store, variant_of(rule), acc, precision, 64, BD, BM, BN, BB)
+    constants = (D, summed, store, variant, acc, precision, 64, BD, BM, BN, BB)
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
 
@@ -246,10 +245,10 @@ def elementwise_gradient(
     n = 0 if samples is None else samples.number
     summed = sums is not None
     of_samples = samples.g if isinstance(samples, SampleRows) else v
-    dtypes = (v.dtype, dtype, of_samples.dtype)
     kept, slots = (ledger.counter, ledger.counter) if into is None else into
+    dtypes = (v.dtype, dtype, of_samples.dtype, kept.dtype)
     store = into is not None
-    plan, splits, size = _elementwise_plan(m, T, n, D, summed, store, ledger.rule, (*dtypes, kept.dtype), v.device)
+    plan, splits, size = _elementwise_plan(m, T, n, D, summed, store, ledger.needs, ledger.variant, dtypes, v.device)
     if sums is None:
         sums = ledger.scratch(v, "sums", m, splits, D)
     else:

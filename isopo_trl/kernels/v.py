@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
+from ..geometry.cost import Needs
 from ..geometry.statistics import Statistics
 from ..rules.rule import Rule
 from .coefficients import (
@@ -186,29 +187,30 @@ def v_coefficients(
         overlap (`torch.Tensor`, *optional*): what `overlap_coefficients` returned, from so many `samples`.
         sums, first: where the sums over all blocks are collected, and this block's place in them.
     """
-    rule = ledger.rule
     m, outputs, d = V.shape
-    size = outputs * d
-    here = _programs(size, rule)
+    here = _programs(outputs * d, ledger.needs)
     if sums is None:
-        sums = ledger.scratch(V, "sums", *_sums_shape(m, here, rule))
-    variant = (True, size % 16 == 0, ledger.variant)
-    _launch_v(V, sums, first, here, rule, variant, ledger.fixed, index, overlap, samples)
+        sums = ledger.scratch(V, "sums", *_sums_shape(m, here, ledger.needs))
+    _launch_v(V, sums, first, here, ledger.needs, True, ledger.variant, ledger.fixed, index, overlap, samples)
 
 
-def _programs(size: int, rule: Rule) -> int:
+def _programs(size: int, needs: Needs) -> int:
     chunks = -(-size // _V_CHUNK)
-    return min(chunks, 264) if rule.needs.ntk else chunks
+    return min(chunks, 264) if needs.ntk else chunks
 
 
-def _sums_shape(m: int, chunks: int, rule: Rule) -> tuple[int, ...]:
-    return (chunks, power_of_two(m), power_of_two(m)) if rule.needs.ntk else (m, chunks)
+def _sums_shape(m: int, chunks: int, needs: Needs) -> tuple[int, ...]:
+    if not needs.ntk:
+        return m, chunks
+    BM = power_of_two(m)
+    return chunks, BM, BM
 
 
-def _launch_v(V, sums, first, here, rule, variant, fixed, index, overlap, samples):
+def _launch_v(V, sums, first, here, needs, finish, variant, fixed, index, overlap, samples):
     m, outputs, d = V.shape
     size = outputs * d
-    if rule.needs.ntk:
+    variant = (finish, size % 16 == 0, variant)
+    if needs.ntk:
         chunks = sums.shape[0]
         plan = _ntk_plan(m, here, chunks, variant, V.dtype, V.device)
         launch(_ntk_kernel, plan, (V, sums), (m, first, chunks, index, size), fixed)
@@ -234,17 +236,17 @@ class VBlocks:
         self, sizes: list[int], ledger: KernelLedger, index: int, overlap: torch.Tensor | None = None, samples: int = 0
     ):
         self.arguments = (ledger, index, overlap, samples)
-        self.rule = ledger.rule
-        self.chunks = sum(_programs(size, self.rule) for size in sizes)
+        self.needs = ledger.needs
+        self.chunks = sum(_programs(size, self.needs) for size in sizes)
         self.sums: torch.Tensor | None = None
         self.first = 0
 
     def add(self, V: torch.Tensor) -> None:
         """Take in the next block, `V` `[m, outputs, d]`."""
         if self.sums is None:
-            self.sums = scratch(V, *_sums_shape(V.shape[0], self.chunks, self.rule))
+            self.sums = scratch(V, *_sums_shape(V.shape[0], self.chunks, self.needs))
         v_coefficients(V, *self.arguments, self.sums, self.first)
-        self.first += _programs(V.shape[1] * V.shape[2], self.rule)
+        self.first += _programs(V.shape[1] * V.shape[2], self.needs)
 
 
 class VSums:
@@ -257,11 +259,11 @@ class VSums:
     def add(self, V: torch.Tensor) -> None:
         """Take in a block, `V` `[m, outputs, d]`."""
         m, size = V.shape[0], V.shape[1] * V.shape[2]
-        here = _programs(size, self.rule)
-        sums = scratch(V, *_sums_shape(m, here, self.rule))
-        variant = (False, size % 16 == 0, variant_of(self.rule))
-        _launch_v(V, sums, 0, here, self.rule, variant, Fixed((sums,) * 5), 0, None, 0)
-        if self.rule.needs.ntk:
+        needs = self.rule.needs
+        here = _programs(size, needs)
+        sums = scratch(V, *_sums_shape(m, here, needs))
+        _launch_v(V, sums, 0, here, needs, False, variant_of(self.rule), Fixed((sums,) * 5), 0, None, 0)
+        if needs.ntk:
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
         else:

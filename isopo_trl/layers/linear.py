@@ -269,7 +269,8 @@ def _by_kernels(
             overlap = row_kernels.overlap_coefficients(*given)
     n = 0 if overlap is None else samples.number
     if strategy == "kept":
-        V = product(sequences.padded(g).transpose(1, 2), with_ones(sequences.padded(a), bias))
+        m, T = sequences.count, sequences.length  # the layout is regular
+        V = product(g.view(m, T, -1).transpose(1, 2), with_ones(a.view(m, T, -1), bias))
         v_kernels.v_coefficients(V, ledger, index, overlap, n)
         return v_kernels.combined(V, ledger, index, dtype), g, a
     if strategy == "blocks":

@@ -247,11 +247,14 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
 def trained_parameters(model: nn.Module) -> set[tuple[nn.Module, str]]:
     """The parameters of `model` that are trained now, as (module, name in the module)."""
     # Through the modules: FSDP swaps parameters, PEFT adds modules. Without their names, which take longer to make
-    modules, found = [model], set()
-    while modules:
-        module = modules.pop()
-        modules += [child for child in module._modules.values() if child is not None]
-        for name, p in module._parameters.items():
+    modules: list[nn.Module | None] = [model]
+    found = set()
+    for module in modules:  # which grows on the way
+        if module is None:
+            continue
+        if module._modules:
+            modules += module._modules.values()
+        for name, p in module._parameters.items() if module._parameters else ():
             if p is not None and p.requires_grad:
                 found.add((module, name))
     return found

@@ -108,6 +108,17 @@ def test_a_second_derivative_is_refused_not_wrong(name):
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["linear", "llama's norm"])
+def test_transforms_of_torch_func_are_refused_not_wrong(name):
+    layer = build(name)
+    model = Holder(layer)
+    isopo = ISOPO(model)
+    isopo.begin(ADVANTAGES[:B], attention_mask=MASK)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: model(x).sum())(inputs_of(layer, B, T))
+    isopo.abort()
+
+
 # Outside of a microbatch, copies, and taking it off
 
 
