@@ -7,7 +7,9 @@ import gc
 import math
 import statistics
 import time
+from contextlib import nullcontext
 
+import liger_kernels
 import torch
 import transformers
 import trl
@@ -36,6 +38,7 @@ MIXTURES = ("tiny-moe", "30b-a3b-6layers")
 RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
 TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
 STEP = "@step"  # behind a rule's name: with the rows of the step before
+LIGER = ":liger"  # behind the name of GRPO or a rule: with Liger's kernels in the model
 WARM_UP = 3
 
 
@@ -62,13 +65,14 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> None:
     choices = [*RULES, *(f"{rule}+{weights}" for rule in RULES for weights in TOKEN_WEIGHTS)]
     choices += [f"{rule}{STEP}" for rule in RULES]
+    choices += [f"{name}{LIGER}" for name in ("grpo", *RULES)]
     parser.add_argument(
         "--rules",
         nargs="+",
         choices=choices,
         default=rules,
         metavar="RULE",
-        help=f"a rule, RULE+TOKEN_WEIGHTS, or RULE{STEP} for fisher_scope='step'",
+        help=f"a rule, RULE+TOKEN_WEIGHTS, RULE{STEP} for fisher_scope='step', grpo{LIGER} or RULE{LIGER}",
     )
     parser.add_argument("--recipe", action="store_true", help="also the published recipe (hook_recipe.py)")
 
@@ -76,7 +80,15 @@ def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> No
 def variant_names(case: argparse.Namespace) -> list[str]:
     if case.recipe and case.checkpointing:
         raise SystemExit("The hook recipe does not work with gradient checkpointing: leave one of the two out.")
-    return ["grpo", *(["recipe"] if case.recipe else []), *case.rules]
+    names = ["grpo", *(["recipe"] if case.recipe else []), *case.rules]
+    refuse_without_liger(names)
+    return names
+
+
+def refuse_without_liger(names: list[str]) -> None:
+    asked = [name for name in names if name.endswith(LIGER)]
+    if asked and not liger_kernels.is_installed():
+        raise SystemExit(f"{', '.join(asked)} needs liger-kernel: pip install liger-kernel, or leave it out.")
 
 
 # What is measured
@@ -144,6 +156,9 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     """
     The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a copy of the random model.
     """
+    if name.endswith(LIGER):
+        name = name.removesuffix(LIGER)
+        settings["use_liger_kernel"] = True
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
@@ -186,10 +201,15 @@ class Variant:
         trainer.current_gradient_accumulation_steps = 1
         if case.checkpointing:
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        self.kernels = liger_kernels.LigerKernels(trainer) if trainer.args.use_liger_kernel else nullcontext()
         self.model = trainer.accelerator.prepare_model(trainer.model)
         self.model.train()
 
     def step(self, inputs: dict[str, torch.Tensor]) -> None:
+        with self.kernels:
+            self._step(inputs)
+
+    def _step(self, inputs: dict[str, torch.Tensor]) -> None:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self.model, inputs)
