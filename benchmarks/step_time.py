@@ -13,6 +13,10 @@ With Liger's kernels in the model (`pip install liger-kernel`), GRPO and ISOPO, 
 
     python benchmarks/step_time.py --shape 0.6b --length 1024 --rules grpo:liger fisher fisher:liger
 
+Compiled, which ISOPO refuses in training: here the decoder's blocks are compiled around its layers:
+
+    python benchmarks/step_time.py --shape 0.6b --length 1024 --rules grpo:compiled fisher fisher:compiled
+
 Several cases in one process, each given as the options in which it differs from the command line's:
 
     python benchmarks/step_time.py --shape 0.6b --length 1024 \
