@@ -29,8 +29,10 @@ import math
 import random
 import time
 
+import liger_kernels
 from setting import (
     HEADER,
+    LIGER,
     RULES,
     STEP,
     PeakMemory,
@@ -38,6 +40,7 @@ from setting import (
     environment,
     make_trainer,
     random_batch,
+    refuse_without_liger,
     release,
     row,
     summary,
@@ -80,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps-per-generation", type=int, default=4, help="microbatches of one generation")
     parser.add_argument("--accumulation", type=int, default=2, help="microbatches of one optimizer step")
     parser.add_argument("--target-kl", type=float, help="also the rules with steps of this length")
+    parser.add_argument("--liger", action="store_true", help="also GRPO and the rules with Liger's kernels")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=4, help="measured in every round")
     parser.add_argument("--output", help="JSON file for the figures")
@@ -138,8 +142,10 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
     trainer.model.register_forward_pre_hook(clock.count)
     trainer.add_callback(clock)
     trainer.remove_callback(PrinterCallback)
-    with PeakMemory(trainer.model) as peak:
+    with liger_kernels.apart(trainer.model), PeakMemory(trainer.model) as peak:
         trainer.train()
+        if trainer.args.use_liger_kernel:
+            liger_kernels.check(trainer)
     ends = clock.stamps[steps - 1 :: steps]
     spans = [(end[0] - start[0], end[1] - start[1]) for start, end in zip(ends, ends[1:], strict=False)]
     return [seconds / steps for seconds, _ in spans], [forwards / steps for _, forwards in spans], peak.bytes
@@ -147,8 +153,10 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
 
 def main():
     options = parse()
-    rollout_func = ready_completions(options)
     names = ["grpo", *options.rule, *(rule + TARGET for rule in options.rule if options.target_kl)]
+    names += [name + LIGER for name in ("grpo", *options.rule) if options.liger]
+    refuse_without_liger(names)
+    rollout_func = ready_completions(options)
     times, forwards, peaks = {name: [] for name in names}, {name: [] for name in names}, {}
     for turn in range(options.rounds):
         for name in names if turn % 2 == 0 else names[::-1]:

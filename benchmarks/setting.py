@@ -7,7 +7,9 @@ import gc
 import math
 import statistics
 import time
+from contextlib import nullcontext
 
+import liger_kernels
 import torch
 import transformers
 import trl
@@ -18,9 +20,11 @@ from tokenizers import Tokenizer, models
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
+from isopo_trl.layers import layer as isopo_layer
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,6 +41,8 @@ MIXTURES = ("tiny-moe", "30b-a3b-6layers")
 RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
 TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
 STEP = "@step"  # behind a rule's name: with the rows of the step before
+LIGER = ":liger"  # behind the name of GRPO or a rule: with Liger's kernels in the model
+COMPILED = ":compiled"  # the same: by `torch.compile`
 WARM_UP = 3
 
 
@@ -63,13 +69,14 @@ def add_case_options(parser: argparse.ArgumentParser) -> None:
 def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> None:
     choices = [*RULES, *(f"{rule}+{weights}" for rule in RULES for weights in TOKEN_WEIGHTS)]
     choices += [f"{rule}{STEP}" for rule in RULES]
+    choices += [f"{name}{way}" for name in ("grpo", *RULES) for way in (LIGER, COMPILED)]
     parser.add_argument(
         "--rules",
         nargs="+",
         choices=choices,
         default=rules,
         metavar="RULE",
-        help=f"a rule, RULE+TOKEN_WEIGHTS, or RULE{STEP} for fisher_scope='step'",
+        help=f"RULE, RULE+TOKEN_WEIGHTS, RULE{STEP} for fisher_scope='step'; grpo or RULE with {LIGER} or {COMPILED}",
     )
     parser.add_argument("--recipe", action="store_true", help="also the published recipe (hook_recipe.py)")
 
@@ -77,7 +84,15 @@ def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> No
 def variant_names(case: argparse.Namespace) -> list[str]:
     if case.recipe and case.checkpointing:
         raise SystemExit("The hook recipe does not work with gradient checkpointing: leave one of the two out.")
-    return ["grpo", *(["recipe"] if case.recipe else []), *case.rules]
+    names = ["grpo", *(["recipe"] if case.recipe else []), *case.rules]
+    refuse_without_liger(names)
+    return names
+
+
+def refuse_without_liger(names: list[str]) -> None:
+    asked = [name for name in names if name.endswith(LIGER)]
+    if asked and not liger_kernels.is_installed():
+        raise SystemExit(f"{', '.join(asked)} needs liger-kernel: pip install liger-kernel, or leave it out.")
 
 
 # What is measured
@@ -145,6 +160,9 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     """
     The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a copy of the random model.
     """
+    if name.endswith(LIGER):
+        settings["use_liger_kernel"] = True
+    name = name.removesuffix(LIGER).removesuffix(COMPILED)
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
@@ -178,6 +196,23 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     )
 
 
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    """
+    The model as `torch_compile=True` has it. ISOPO refuses that: with its layers, the decoder's blocks are compiled
+    around them.
+    """
+    layers = [module for module in model.modules() if "_isopo_layer" in module.__dict__]
+    if not layers:
+        return torch.compile(model)
+    forward = torch.compiler.disable(isopo_layer._forward)
+    for module in layers:
+        module.forward = functools.partial(forward, module)
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile()
+    return model
+
+
 class Variant:
     """A trainer whose `step` is forward, loss and backward of one microbatch, as inside `train()`."""
 
@@ -187,10 +222,17 @@ class Variant:
         trainer.current_gradient_accumulation_steps = 1
         if case.checkpointing:
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        self.kernels = liger_kernels.LigerKernels(trainer) if trainer.args.use_liger_kernel else nullcontext()
         self.model = trainer.accelerator.prepare_model(trainer.model)
+        if name.endswith(COMPILED):
+            self.model = compiled(self.model)
         self.model.train()
 
     def step(self, inputs: dict[str, torch.Tensor]) -> None:
+        with self.kernels:
+            self._step(inputs)
+
+    def _step(self, inputs: dict[str, torch.Tensor]) -> None:
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(self.model, inputs)

@@ -9,6 +9,14 @@ same round. Memory (GPUs only) is the peak above what was allocated before the s
     python benchmarks/step_time.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
     python benchmarks/step_time.py --table --output table.json --plot table.png
 
+With Liger's kernels in the model (`pip install liger-kernel`), GRPO and ISOPO, which keeps its own norms:
+
+    python benchmarks/step_time.py --shape 0.6b --length 1024 --rules grpo:liger fisher fisher:liger
+
+Compiled, which ISOPO refuses in training: here the decoder's blocks are compiled around its layers:
+
+    python benchmarks/step_time.py --shape 0.6b --length 1024 --rules grpo:compiled fisher fisher:compiled
+
 Several cases in one process, each given as the options in which it differs from the command line's:
 
     python benchmarks/step_time.py --shape 0.6b --length 1024 \
@@ -38,11 +46,11 @@ from setting import (
 
 
 TABLE = (
-    "shape=0.6b sequences=8 length=1024 rules=none,fisher,fig4,interacting recipe",
+    "shape=0.6b sequences=8 length=1024 rules=grpo:liger,none,fisher,fig4,interacting,fisher:liger recipe",
     "shape=0.6b sequences=16 length=512 rules=fisher",
     "shape=0.6b sequences=8 length=1024 rules=fisher checkpointing",
-    "shape=0.6b sequences=8 length=1024 rules=fisher,fig4,interacting lora=16",
-    "shape=8b-6layers sequences=4 length=2048 rules=fisher",
+    "shape=0.6b sequences=8 length=1024 rules=grpo:liger,fisher,fig4,interacting,fisher:liger lora=16",
+    "shape=8b-6layers sequences=4 length=2048 rules=grpo:liger,fisher,fisher:liger",
 )
 
 

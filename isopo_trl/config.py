@@ -458,7 +458,8 @@ class ISOPOConfig(GRPOConfig):
             ),
             (
                 bool(self.torch_compile),
-                "torch_compile=True is not supported with ISOPO's layers: set torch_compile=False.",
+                "torch_compile=True is not supported with ISOPO's layers: set torch_compile=False "
+                "(use_liger_kernel=True fuses what lies between them).",
             ),
             (
                 self.fp16,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
+from accelerate.utils import DynamoBackend, is_peft_model
 from peft import PeftType
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -121,6 +121,13 @@ class ISOPOTrainer(GRPOTrainer):
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         with reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        backend = self.accelerator.state.dynamo_plugin.backend
+        if backend != DynamoBackend.NO:
+            raise ValueError(
+                f"accelerate is to compile the model (dynamo_backend={backend.value.lower()}), which is not supported "
+                "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
+                "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
+            )
         reference.check(self.model, args.beta)
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:

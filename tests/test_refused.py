@@ -89,6 +89,12 @@ def measured_under_deepspeed(**settings):
     return lambda folder: training.build(folder, "qwen3", UnderDeepSpeed, **settings)
 
 
+def compiled_by_accelerate(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # as `accelerate launch --dynamo_backend eager` does
+        training.build(folder)
+
+
 # What a row in words stands for: all of these are refused
 WORDS = {
     "`target_kl` (or `behaviour_kl`, `log_step_kl`) under DeepSpeed": [
@@ -116,6 +122,7 @@ WORDS = {
         core(with_a_split_convolution)
     ],
     "a model that is compiled": [core(lambda model: model.compile())],
+    "accelerate's `dynamo_backend`, unless it is `no`": [compiled_by_accelerate],
     "a model spread over devices (`device_map`)": [core(lambda model: model.lm_head.to("meta"))],
     "an advantage per token": [per_token],
 }
@@ -179,6 +186,7 @@ OF_ROWS = [
     "one advantage per sequence",
     "ISOPO cannot train",
     "is compiled",
+    "is to compile",
     "split over",
     "liger_kernel_config",
 ]

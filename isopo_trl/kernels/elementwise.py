@@ -70,8 +70,8 @@ def _elementwise_kernel(
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
     last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these
-    has the coefficients. What `plus` adds up to is added to the result. With `STORE`, rows go to the slots of `kept` that
-    `slots` has for them along the way.
+    has the coefficients. What `plus` adds up to is added to the result. With `STORE`, rows go to the slots of `kept`
+    that `slots` has for them along the way.
     """
     block = tl.program_id(0)
     s = tl.program_id(2)

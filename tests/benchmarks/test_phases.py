@@ -1,0 +1,123 @@
+"""Phases of a step add up to the step, whichever way they lie inside one another."""
+
+import itertools
+import json
+import random
+
+import pytest
+from trl.extras.profiling import ProfilingContext
+
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def phases(importable):
+    import phases
+
+    return phases
+
+
+class Ticks:
+    """A clock that a test moves."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def __call__(self):
+        return self.time
+
+
+def test_a_phase_is_what_remains_without_those_inside_of_it(phases):
+    ticks = Ticks()
+    clock = phases.PhaseClock(ticks)
+    ticks.time = 1
+    with phases.at_trls_marks(clock), ProfilingContext("GRPOTrainer._prepare_inputs", []):
+        ticks.time = 3
+        with ProfilingContext("GRPOTrainer.sync_weights", []):
+            ticks.time = 7
+        with ProfilingContext("GRPOTrainer._get_per_token_logps_and_entropies", []):
+            ticks.time = 12
+        with (
+            ProfilingContext("GRPOTrainer._calculate_rewards", []),
+            ProfilingContext("GRPOTrainer.gsm8k_reward", []),
+        ):
+            ticks.time = 20
+        with ProfilingContext("GRPOTrainer.compute_loss", []):
+            ticks.time = 23
+            with ProfilingContext("GRPOTrainer._get_per_token_logps_and_entropies", []):
+                ticks.time = 30
+            with clock.phase("backward"):
+                ticks.time = 41
+    ticks.time = 42
+    with ProfilingContext("GRPOTrainer.vLLM.generate", []):  # not told of it any more
+        ticks.time = 43
+    expected = {"weight sync": 4, "old policy": 5, "scoring": 8, "forward": 10, "backward": 11, "other": 5}
+    assert clock.cut() == {**dict.fromkeys(phases.PHASES, 0), **expected}
+    assert not any(clock.cut().values())
+
+
+def test_phases_add_up_to_the_whole_step(phases):
+    rng, ticks = random.Random(0), Ticks()
+    clock = phases.PhaseClock(ticks)
+    steps, ends = [], [0.0]
+    for _ in range(7):
+        under_way: list[str] = []
+        for _ in range(40):
+            ticks.time += rng.random()
+            if under_way and rng.random() < 0.5:
+                clock.leave(under_way.pop())
+            else:
+                under_way.append(rng.choice(phases.PHASES))
+                clock.enter(under_way[-1])
+        while under_way:
+            clock.leave(under_way.pop())
+        steps.append(clock.cut())
+        ends.append(ticks.time)
+    wholes = [end - start for start, end in itertools.pairwise(ends)]
+    assert [sum(step.values()) for step in steps] == pytest.approx(wholes)
+    # Behind a warm-up of 3 steps, in cycles of 2: steps 4 and 5 (counted from 0); 6 is half of a cycle
+    figures = phases.by_cycles(steps, 2, 3)
+    assert figures["seconds"] == pytest.approx((wholes[4] + wholes[5]) / 2)
+    assert sum(figures["phases"].values()) == pytest.approx(figures["seconds"])
+    assert figures["measured_steps"] == 2 and figures["range"] == pytest.approx([figures["seconds"]] * 2)
+    with pytest.raises(ValueError, match="no cycle of 4"):
+        phases.by_cycles(steps, 4, 5)
+    clock.enter("forward")
+    with pytest.raises(RuntimeError, match="'backward' ended inside of 'forward'"):
+        clock.leave("backward")
+
+
+def test_the_figure_is_made_of_the_file_alone(phases, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    of_phase = {phase: 0.5 + number for number, phase in enumerate(phases.PHASES)}
+    figures = {"phases": of_phase, "seconds": sum(of_phase.values()), "range": [30.0, 34.0]}
+    report = {"title": "a title", "methods": {"grpo": figures, "fisher+skip": figures}}
+    (tmp_path / "phases.json").write_text(json.dumps(report))
+    phases.main(["--from", str(tmp_path / "phases.json"), "--plot", str(tmp_path / "phases.png")])
+    assert (tmp_path / "phases.png").stat().st_size > 1000
+    table = capsys.readouterr().out
+    assert f"{figures['seconds']:.3f}" in table and "30.000 to 34.000" in table
+    # What the file holds stays there when others are run
+    options = phases.parse(["--output", str(tmp_path / "phases.json")])
+    options.methods = []
+    assert phases.run(options, []) == report
+
+
+def test_every_phase_of_a_run_is_found(phases, tmp_path):
+    tiny.save(tmp_path / "model", "qwen3")
+    rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(9)]
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sizes = ["--completions", "4", "--generations", "2", "--microbatch", "2", "--max-tokens", "4"]
+    where = ["--model", str(tmp_path / "model"), "--data", str(tmp_path), "--no-vllm"]
+    options = phases.parse([*where, *sizes, "--steps", "2", "--warm-up", "0", "--steps-per-generation", "2"])
+    figures = phases.train("grpo", options)
+    first, second = figures["steps"]
+    without_vllm = set(phases.PHASES) - {"weight sync"}
+    assert {phase for phase, seconds in first.items() if seconds > 0} == without_vllm
+    assert {phase for phase, seconds in second.items() if seconds > 0} == without_vllm - {
+        *("generation", "scoring", "old policy")
+    }
+    assert figures["measured_steps"] == 2 and figures["seconds"] == pytest.approx(
+        (sum(first.values()) + sum(second.values())) / 2
+    )
