@@ -3,13 +3,17 @@ What MkDocs does not do by itself when it builds the site from pages that also h
 
 - Pages and pictures from outside this folder (the figures of the benchmarks, the changelog) become part of the site,
   and links between them and the pages here, which are written as they are valid in the repository, are turned to them.
-- Formulas, written as GitHub writes them, become MathML, which browsers draw without a script.
+- Formulas, written as GitHub writes them, become MathML, which browsers draw without a script. One in several parts
+  (divided by \\qquad) goes on in the next line where the window is narrow.
+- The footer links to the repository: to `Source` in setup.cfg, or else to where this clone comes from.
 - Docstrings are written in the style of Hugging Face, with references as [`Name`]: `References` turns these into
   links and headings of arguments into what mkdocstrings reads.
 """
 
+import configparser
 import os.path
 import re
+import subprocess
 from pathlib import Path
 
 import griffe
@@ -24,6 +28,47 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 BLOCK = re.compile(r"^```math\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ON_GITHUB = re.compile(r"<!-- only on GitHub -->.*?<!-- end -->\n", re.DOTALL)
 INLINE = re.compile(r"\$`([^`\n]+)`\$")
+# Functions with a name, and what is a factor before or after one: LaTeX has a thin space there, MathML has not
+NAMED = r"<mi>(?:log|exp)</mi>"
+BEFORE = r"(?:</(?:mi|mn|msub|msup|mover)>|&#x02207;</mo>)"
+AFTER = r"<(?:mi|mn|msub|msup|mover)\b"
+THIN = '<mspace width="0.167em" />'
+
+
+def on_config(config):
+    address = repository((ROOT / "setup.cfg").read_text(), origin())
+    if address:  # not as `repo_url`, for which the theme asks GitHub how many stars there are
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address, "name": "Repository"}]
+    return config
+
+
+def origin():
+    """Where the clone comes from, or an empty text."""
+    done = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def repository(settings, remote):
+    """The address of the repository for a browser, without a user or password in it, or `None`."""
+    parser = configparser.ConfigParser()
+    parser.read_string(settings)
+    urls = dict(line.split(" = ", 1) for line in parser["metadata"]["project_urls"].split("\n") if line)
+    address = urls.get("Source") or re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", remote)
+    match = re.fullmatch(r"https://(?:[^@/]*@)?([^@]+?)(?:\.git)?/?", address)
+    return f"https://{match[1]}" if match else None
+
+
+def formula(text, display):
+    """MathML of a formula, with room around the names of functions."""
+    mathml = convert(text.strip(), display=display)
+    mathml = re.sub(rf"({NAMED})(?={AFTER})", rf"\1{THIN}", mathml)
+    return re.sub(rf"({BEFORE})(?={NAMED})", rf"\1{THIN}", mathml)
+
+
+def displayed(text):
+    """A formula on lines of its own; a line may end at \\qquad, and what is wider than the window scrolls."""
+    parts = [f'<div class="part">{formula(part, "block")}</div>' for part in text.split(r"\qquad")]
+    return f'<div class="formula">{"".join(parts)}</div>'
 
 
 def on_files(files, config):
@@ -45,7 +90,7 @@ def on_page_markdown(markdown, page, config, files):
     page.formulas = []
 
     def set_aside(match, block):
-        page.formulas.append(convert(match[1].strip(), display="block" if block else "inline"))
+        page.formulas.append(displayed(match[1]) if block else formula(match[1], "inline"))
         return f"FORMULA{len(page.formulas) - 1}HERE"
 
     markdown = LINK.sub(site_link, ON_GITHUB.sub("", markdown))
@@ -54,10 +99,18 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    for number, formula in enumerate(page.formulas):
+    for number, mathml in enumerate(page.formulas):
         name = f"FORMULA{number}HERE"
-        html = html.replace(f"<p>{name}</p>", f'<div class="formula">{formula}</div>').replace(name, formula)
+        html = html.replace(f"<p>{name}</p>", mathml).replace(name, mathml)
     return html
+
+
+def on_post_page(output, page, config):
+    # Long names in tables may be broken after a slash. Only now, so that search has them in one piece
+    def with_breaks(row):
+        return re.sub(r"(?<=\w/|>/)(?=\w|&lt;)", "<wbr>", row[0])
+
+    return re.sub(r"(?<=<code>)[^<]*(?=</code>.*</td>)", with_breaks, output)
 
 
 class References(griffe.Extension):
