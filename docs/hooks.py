@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("CHANGELOG.md", "benchmarks/*.md", "benchmarks/*.png")
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+PICTURE = re.compile(r"!\[[^\]]*\]\((?!\w+:)([^)\s]+)\)")
 BLOCK = re.compile(r"^```math\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ON_GITHUB = re.compile(r"<!-- only on GitHub -->.*?<!-- end -->\n", re.DOTALL)
 INLINE = re.compile(r"\$`([^`\n]+)`\$")
@@ -59,8 +60,9 @@ def repository(settings, remote):
 
 
 def formula(text, display):
-    """MathML of a formula, with room around the names of functions."""
+    """MathML of a formula, with room around the names of functions, and none within bars."""
     mathml = convert(text.strip(), display=display)
+    mathml = mathml.replace('<mo stretchy="false">&#x0007C;', '<mo stretchy="false" lspace="0" rspace="0">&#x0007C;')
     mathml = re.sub(rf"({NAMED})(?={AFTER})", rf"\1{THIN}", mathml)
     return re.sub(rf"({BEFORE})(?={NAMED})", rf"\1{THIN}", mathml)
 
@@ -78,6 +80,11 @@ def on_files(files, config):
     return files
 
 
+def is_wide(picture):
+    """Whether a picture has more in it than a phone can show at once: a drawing, or a plot of several panels."""
+    return picture.suffix != ".png" or int.from_bytes(picture.read_bytes()[16:20]) > 800
+
+
 def on_page_markdown(markdown, page, config, files):
     place = page.file.src_uri if page.file.generated_by else f"docs/{page.file.src_uri}"
 
@@ -87,13 +94,16 @@ def on_page_markdown(markdown, page, config, files):
             return match[1]  # MkDocs warns of it
         return os.path.relpath(target.removeprefix("docs/"), os.path.dirname(page.file.src_uri) or ".")
 
+    def marked(match):
+        return match[0] + ("{.wide}" if is_wide(ROOT / os.path.dirname(place) / match[1]) else "")
+
     page.formulas = []
 
     def set_aside(match, block):
         page.formulas.append(displayed(match[1]) if block else formula(match[1], "inline"))
         return f"FORMULA{len(page.formulas) - 1}HERE"
 
-    markdown = LINK.sub(site_link, ON_GITHUB.sub("", markdown))
+    markdown = LINK.sub(site_link, PICTURE.sub(marked, ON_GITHUB.sub("", markdown)))
     markdown = BLOCK.sub(lambda match: set_aside(match, True), markdown)
     return INLINE.sub(lambda match: set_aside(match, False), markdown)
 
