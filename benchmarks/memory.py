@@ -1,5 +1,5 @@
 """
-Memory that training takes, by the size of the model, and which GPUs have it: TRL's GRPO and ISOPO, full weights and LoRA.
+Memory that training takes by the size of the model, and which GPUs have it: TRL's GRPO and ISOPO, full or LoRA.
 
 The peak of one microbatch's forward, loss and backward, with the gradients of an earlier microbatch in place (as under
 accumulation), is measured on a GPU in models of the right widths that are cut to two depths. Between two depths it
