@@ -14,7 +14,8 @@ def test_off_policy_plot_has_the_rewards_of_the_page(importable):
     import off_policy
 
     found = off_policy.read_table(RESULTS)
-    section = (ROOT / "docs" / "off_policy.md").read_text().partition("\n## On a small task\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "off_policy.md").read_text()
+    section = page.partition("\n## On a small task\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if re.match(r"\| (`|GRPO)", line)]
     assert len(rows) == len(off_policy.METHODS) and len(found) == len(off_policy.CASES) - 1
     for method, line in zip(off_policy.METHODS, rows, strict=True):
