@@ -5,7 +5,8 @@ What MkDocs does not do by itself when it builds the site from pages that also h
   and links between them and the pages here, which are written as they are valid in the repository, are turned to them.
 - Formulas, written as GitHub writes them, become MathML, which browsers draw without a script. One in several parts
   (divided by \\qquad) goes on in the next line where the window is narrow.
-- The footer links to the repository: to `Source` in setup.cfg, or else to where this clone comes from.
+- The footer, and links to the README, lead to the repository: to `Source` in setup.cfg, or else to where this clone
+  comes from. Where neither is known, they are not there.
 - Docstrings are written in the style of Hugging Face, with references as [`Name`]: `References` turns these into
   links and headings of arguments into what mkdocstrings reads.
 """
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("CHANGELOG.md", "benchmarks/*.md", "benchmarks/*.png")
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
+README = re.compile(r"\[([^\]]+)\]\(\.\./README\.md\)")
 PICTURE = re.compile(r"!\[[^\]]*\]\((?!\w+:)([^)\s]+)\)")
 BLOCK = re.compile(r"^```math\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ON_GITHUB = re.compile(r"<!-- only on GitHub -->.*?<!-- end -->\n", re.DOTALL)
@@ -37,7 +39,7 @@ THIN = '<mspace width="0.167em" />'
 
 
 def on_config(config):
-    address = repository((ROOT / "setup.cfg").read_text(), origin())
+    config.extra["repository"] = address = repository((ROOT / "setup.cfg").read_text(), origin())
     if address:  # not as `repo_url`, for which the theme asks GitHub how many stars there are
         config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": address, "name": "Repository"}]
     return config
@@ -45,7 +47,7 @@ def on_config(config):
 
 def origin():
     """Where the clone comes from, or an empty text."""
-    done = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["git", "config", "--get", "remote.origin.url"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip()
 
 
@@ -103,6 +105,8 @@ def on_page_markdown(markdown, page, config, files):
         page.formulas.append(displayed(match[1]) if block else formula(match[1], "inline"))
         return f"FORMULA{len(page.formulas) - 1}HERE"
 
+    address = config.extra["repository"]
+    markdown = README.sub(rf"[\1]({address})" if address else r"\1", markdown)
     markdown = LINK.sub(site_link, PICTURE.sub(marked, ON_GITHUB.sub("", markdown)))
     markdown = BLOCK.sub(lambda match: set_aside(match, True), markdown)
     return INLINE.sub(lambda match: set_aside(match, False), markdown)

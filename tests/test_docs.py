@@ -526,6 +526,10 @@ def test_metrics_of_the_validation_are_on_the_page():
 # The site
 
 
+REMOTE = "https://someone:secret@example.org/isopo-trl.git"
+CLONED = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "remote.origin.url", "GIT_CONFIG_VALUE_0": REMOTE}
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
@@ -533,7 +537,7 @@ def site(tmp_path_factory):
             pytest.skip(f"the site needs {package}: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", **CLONED}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "WARNING" not in done.stderr, done.stderr
@@ -643,6 +647,14 @@ def test_parts_of_a_formula_can_be_put_below_each_other(hooks):
 def test_repository_is_linked_without_secrets(hooks, source, remote, address):
     settings = f"[metadata]\nproject_urls =\n{source}    Paper = https://arxiv.org/abs/2512.23353\n"
     assert hooks.repository(settings, remote) == address
+
+
+def test_first_page_and_footer_lead_to_the_repository(hooks, site):
+    if shutil.which("git") is None:
+        pytest.skip("no git, which knows where the clone comes from")
+    address = hooks.repository((ROOT / "setup.cfg").read_text(), REMOTE)
+    assert Page(site / "index.html").links.count(address) == 2
+    assert not any("secret" in path.read_text() for path in site.rglob("*.html"))
 
 
 # The site in a browser
