@@ -167,7 +167,7 @@ def _points(axis: Any, right: float) -> Any:
 def _figure(panels: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * panels, 3.8), layout="constrained")
+    figure = Figure(figsize=(0.8 + 4.4 * panels, 3.8), layout="constrained")
     axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
