@@ -6,12 +6,14 @@ Measured as in `step_time.py`. The quantities are `length` (positions of a seque
 Without values, a quantity takes the grid written below, which is meant for one GPU.
 
     python benchmarks/curves.py --length 64 --vary length 32 64 --vary lora 2 4          # a small model, for CPUs
+    python benchmarks/curves.py --draw benchmarks/RESULTS.md --section "How the cost changes" --plot curves.png
     python benchmarks/curves.py --shape 0.6b --sequences 4 --length 512 --vary length --vary sequences \
         --vary samples --vary lora --output curves.json --plot curves.png                # for one GPU
 """
 
 import argparse
 import copy
+import itertools
 import json
 
 from setting import (
@@ -51,14 +53,20 @@ def parse() -> tuple[argparse.Namespace, dict[str, list[int]]]:
         "--vary",
         nargs="+",
         action="append",
-        required=True,
+        default=[],
         metavar=("{" + ",".join(GRIDS) + "}", "VALUE"),
         help="quantity, and the values it takes; may be repeated",
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--output", help="JSON file for the figures")
     parser.add_argument("--plot", help="PNG file with one panel per quantity")
+    parser.add_argument(
+        "--draw", metavar="RESULTS.md", help="measure nothing: draw the plot from a table of this file"
+    )
+    parser.add_argument("--section", default="", help="words that come before that table")
     options = parser.parse_args()
+    if not options.draw and not options.vary:
+        parser.error("--vary: say which quantity, or --draw a table")
     vary = {}
     for quantity, *values in options.vary:
         if quantity not in GRIDS:
@@ -97,10 +105,38 @@ def curve(quantity: str, values: list[int], options: argparse.Namespace) -> list
     return points
 
 
+def read_table(text: str, section: str) -> dict[str, list[dict]]:
+    """The curves of `fisher` from a table in which a row names a quantity and its values, and the next ones ratios."""
+    curves: dict[str, list[dict]] = {}
+    rows = itertools.dropwhile(lambda line: not line.startswith("|"), text[text.index(section) :].splitlines())
+    for line in itertools.takewhile(lambda line: line.startswith("|"), rows):
+        name, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        cells = [cell for cell in cells if cell]
+        if name.split()[-1] in ("length", "sequences", "samples", "rank"):
+            points = curves["lora" if name == "LoRA rank" else name] = [
+                {"value": int(cell), "results": {"fisher": {"ratio": None, "memory_ratio": None}}} for cell in cells
+            ]
+        elif name in ("time", "memory"):
+            for point, cell in zip(points, cells, strict=True):
+                point["results"]["fisher"]["ratio" if name == "time" else "memory_ratio"] = float(cell)
+    return curves
+
+
 def plot(curves: dict[str, list[dict]], path: str) -> None:
     pyplot = import_pyplot()
-    figure, panels = pyplot.subplots(1, len(curves), squeeze=False, sharey=True, figsize=(1 + 3.6 * len(curves), 3.6))
-    for panel, (quantity, points) in zip(panels[0], curves.items(), strict=True):
+    columns = min(2, len(curves))
+    rows = -(-len(curves) // columns)
+    figure, panels = pyplot.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        sharey=True,
+        figsize=(0.6 + 3.9 * columns, 0.3 + 2.8 * rows),
+        layout="constrained",
+    )
+    for panel in panels.flat[len(curves) :]:
+        panel.remove()
+    for panel, (quantity, points) in zip(panels.flat, curves.items(), strict=False):
         values = [point["value"] for point in points]
         for number, name in enumerate(name for name in points[0]["results"] if name != "grpo"):
             for kind, label, style in (("ratio", "time", "o-"), ("memory_ratio", "memory", "s--")):
@@ -108,20 +144,24 @@ def plot(curves: dict[str, list[dict]], path: str) -> None:
                 if None not in ratios:
                     panel.plot(values, ratios, style, color=f"C{number}", label=f"{name}, {label}", markersize=4)
         panel.axhline(1, color="grey", linewidth=0.8)
+        panel.spines[["top", "right"]].set_visible(False)
         panel.set_xscale("log", base=2)
         panel.set_xticks(values, values)
         panel.minorticks_off()
         panel.set_xlabel(LABELS[quantity])
-    panels[0, 0].set_ylabel("ratio to GRPO")
-    panels[0, 0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    for panel in panels[:, 0]:
+        panel.set_ylabel("ratio to GRPO")
+    panels[0, 0].legend(fontsize=9, frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 def main():
     options, vary = parse()
     if options.plot:
         import_pyplot()
+    if options.draw:
+        with open(options.draw) as file:
+            return plot(read_table(file.read(), options.section), options.plot)
     report = {"environment": environment(), "options": vars(options), "curves": {}}
     print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
     print(f"{options.shape}, {options.sequences} x {options.length}, {options.samples} samples, LoRA {options.lora}")

@@ -430,17 +430,20 @@ def sizes_of(layers: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:
-    """A row of panels per model: rank correlations with both references, and errors of the interacting solution."""
+    """A column of panels per model: rank correlations with both references, and errors of the interacting solution."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 3.9 * len(results)), layout="constrained")
-    grid = figure.subplots(len(results), 3, squeeze=False, width_ratios=(1, 1, 1.05))
+    figure = Figure(figsize=(0.4 + 4.4 * len(results), 10.5), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=(2, 1.1))
+    grid = upper.subplots(2, len(results), squeeze=False)
+    boxes = lower.subplots(1, len(results), squeeze=False)[0]
     titles = {"rank": "all positions of the step", "rank_elsewhere": "all positions of its other sequences"}
-    for panels, result in zip(grid, results, strict=True):
+    for column, result in enumerate(results):
         layers = result["layers"]
+        words = f"{result['model'].removesuffix('-Instruct')}:"
         sizes = sizes_of(layers)
         x = [int(size) for size in sizes]
-        for axis, (rank, title) in zip(panels, titles.items(), strict=False):
+        for axis, (rank, title) in zip(grid[:, column], titles.items(), strict=True):
             for scope, label, color in (
                 ("sampled", f"microbatch, {SAMPLES} positions", "#0072b2"),
                 ("all", "microbatch, all positions", "#009e73"),
@@ -451,24 +454,32 @@ def draw(results: list[dict[str, Any]], file: Path) -> None:
                 low, high = [v[quarter] for v in values], [v[-1 - quarter] for v in values]
                 axis.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
             for count, style in zip(layers[0]["kept"], ("-", "--", ":"), strict=False):
-                label = f"another step, {count} positions"
-                axis.axhline(middle(layers, "kept", count, rank), color="#d55e00", linestyle=style, label=label)
+                level = middle(layers, "kept", count, rank)
+                axis.axhline(level, color="#d55e00", linestyle=style, label="another step")
+                axis.annotate(
+                    count, (1, level), xycoords=("axes fraction", "data"), va="center", color="#d55e00", fontsize=9
+                )
             axis.set_xscale("log", base=2)
             axis.set_xticks(x, sizes)
             axis.set_ylim(0, 1.02)
             axis.set_xlabel("sequences per microbatch")
-            axis.set_title(f"{result['model']}: rank correlation of $F_s$\nwith that of {title}", fontsize=10)
+            axis.set_title(f"{words} rank correlation of $F_s$\nwith that of {title}", fontsize=10)
             axis.spines[["top", "right"]].set_visible(False)
-        panels[0].set_ylabel(f"median over {len(layers)} layers, and quartiles")
-        panels[0].legend(fontsize=8, frameon=False)
+            if column == 0:
+                axis.set_ylabel("median over layers, and quartiles")
+        handles, labels = grid[0, column].get_legend_handles_labels()
+        of_each = dict(zip(labels, handles, strict=True))
+        of_each["another step, this many positions"] = of_each.pop("another step")
+        grid[0, 0].legend(of_each.values(), of_each.keys(), fontsize=9, frameon=False, loc="lower left")
+        below = boxes[column]
         ways = list(layers[0]["solutions"])
         errors = [[100 * layer["solutions"][way]["step"] for layer in layers] for way in ways]
-        panels[2].boxplot(errors, orientation="horizontal", showfliers=False, medianprops={"color": "#d55e00"})
-        panels[2].set_yticks(range(1, len(ways) + 1), ways, fontsize=8)
-        panels[2].invert_yaxis()
-        panels[2].set_xlim(0, 150)
-        panels[2].set_title("interacting: distance from the whole step's\ngradient, %, over layers", fontsize=10)
-        panels[2].spines[["top", "right"]].set_visible(False)
+        below.boxplot(errors, orientation="horizontal", showfliers=False, medianprops={"color": "#d55e00"})
+        below.set_yticks(range(1, len(ways) + 1), ways if column == 0 else [""] * len(ways), fontsize=9)
+        below.invert_yaxis()
+        below.set_xlim(0, 150)
+        below.set_title(f"{words}\ninteracting, distance from the\nwhole step's gradient, %", fontsize=10)
+        below.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110, metadata={"Software": None})
 
 

@@ -13,6 +13,7 @@ One token that the behaviour policy hardly ever draws can make up most of either
 KL(behaviour || policy), has no such tail and is given too.
 
     python benchmarks/off_policy.py --plot benchmarks/off_policy_cpu.png                     # 10 to 20 minutes
+    python benchmarks/off_policy.py --draw benchmarks/RESULTS.md --plot benchmarks/off_policy_cpu.png
     python benchmarks/off_policy.py --seeds 2 --steps 32 --cases on-policy reuse --output off_policy.json
 """
 
@@ -21,6 +22,7 @@ import copy
 import functools
 import json
 import math
+import re
 import statistics
 import time
 import warnings
@@ -42,7 +44,7 @@ VOCABULARY = {token: index for index, token in enumerate(["<pad>", "</s>", "+", 
 ZERO, EOS = VOCABULARY["0"], VOCABULARY["</s>"]
 PROMPTS = [f"{start}+{step}=" for start in range(10) for step in (1, 2, 3)]
 LENGTH = 16  # digits of a completion
-EVERY = 16  # optimizer steps between evaluations; the windows of the curves
+EVERY = 16  # optimizer steps between evaluations
 BITS = 4  # of the weights of the rollouts' copy
 
 REFERENCE = "on-policy"
@@ -52,10 +54,10 @@ CASES = {
     "reuse": ("every generation used for 8 steps\n(num_iterations=8)", {"num_iterations": 8}),
     "stale": ("generations of 16 steps' data\n(steps_per_generation=16)", {"steps_per_generation": 16}),
     "temperature": (
-        "sampled at temperature 1.2, trained at 1\n(and num_iterations=4)",
+        "sampled at 1.2, trained at 1\n(and num_iterations=4)",
         {"generation_kwargs": {"temperature": 1.2}, "num_iterations": 4},
     ),
-    "quantised": (f"sampled by a {BITS}-bit copy (rollout_func)\n(and num_iterations=4)", {"num_iterations": 4}),
+    "quantised": (f"sampled by a {BITS}-bit copy\n(and num_iterations=4)", {"num_iterations": 4}),
 }
 # name: settings of ISOPOConfig; None: TRL's GRPOTrainer
 METHODS = {
@@ -69,6 +71,7 @@ METHODS = {
     "KPO, fisher": {"rule": "fisher", "token_weights": "kpo", "regularization": 1.0},
 }
 FIGURES = ("ess", "kl", "reverse_kl")
+COLORS = {"plain": "#555555", "GRPO": "#000000", "sampler": "#009e73", "P3O": "#0072b2", "KPO": "#d55e00"}
 
 
 def parse() -> argparse.Namespace:
@@ -80,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--output", help="JSON file for the figures")
     parser.add_argument("--plot", help="PNG file with one column per case")
+    parser.add_argument("--draw", metavar="RESULTS.md", help="run nothing: draw the plot from the table of this file")
     return parser.parse_args()
 
 
@@ -316,64 +320,78 @@ def row(runs: list[dict]) -> str:
     )
 
 
-def over_windows(values: list[float], worst) -> list[float]:
-    """The worst of every `EVERY` steps."""
-    return [worst(values[start : start + EVERY]) for start in range(0, len(values), EVERY)]
+PLOTTED = {"reward": "reward at the end", "kl": "largest KL(policy || behaviour) of a step"}
+# A figure of one method in one case: its median over seeds, the smallest and the largest
+Spread = tuple[float, float, float]
 
 
-def plot(results: dict[str, dict[str, list[dict]]], steps: int, path: str) -> None:
-    pyplot = import_pyplot()
-    from PIL import Image  # comes with matplotlib
+def spreads(results: dict[str, dict[str, list[dict]]]) -> dict[str, dict[str, dict[str, Spread]]]:
+    """What is plotted of the runs, by case and method."""
 
-    cases = [case for case in results if case != REFERENCE]
-    figure, panels = pyplot.subplots(
-        3, len(cases), squeeze=False, sharex=True, sharey="row", figsize=(1 + 3.3 * len(cases), 8.2)
-    )
-    rows = {
-        "reward": ("reward of fresh samples", list),
-        "ess": (f"ESS, smallest of {EVERY} steps", lambda values: over_windows(values, min)),
-        "kl": (f"KL(policy || behaviour),\nlargest of {EVERY} steps", lambda values: over_windows(values, max)),
+    def of(values: list[float]) -> Spread:
+        return statistics.median(values), min(values), max(values)
+
+    return {
+        case: {
+            method: {
+                "reward": of([run["reward"][-1] for run in runs]),
+                "kl": of([max(x for x in run["kl"] if x is not None) for run in runs]),
+            }
+            for method, runs in methods.items()
+        }
+        for case, methods in results.items()
+        if case != REFERENCE
     }
-    for column, case in enumerate(cases):
-        lines = [(name, f"C{list(METHODS).index(name)}", "-", runs) for name, runs in results[case].items()]
-        for runs in results.get(REFERENCE, {}).values():
-            lines.append(("plain, on-policy", "black", "--", runs))
-        for place, (quantity, (label, curve)) in enumerate(rows.items()):
-            panel = panels[place, column]
-            for name, color, style, runs in lines:
-                if style == "--" and quantity != "reward":
-                    continue
-                curves = [curve([x for x in run[quantity] if x is not None]) for run in runs]
-                values = list(zip(*curves, strict=False))  # as far as all seeds came
-                at = [min(EVERY * number, steps) for number in range(len(values))]
-                if quantity != "reward":
-                    at = [min(x + EVERY, steps) for x in at]
-                style = "-." if "fisher" in name else style
-                panel.plot(at, [statistics.median(x) for x in values], style, color=color, label=name, linewidth=1.4)
-                if quantity == "reward" and name in ("plain", "P3O", "KPO"):
-                    panel.fill_between(at, [min(x) for x in values], [max(x) for x in values], color=color, alpha=0.13)
-            panel.grid(alpha=0.3)
-            if quantity == "ess":
-                panel.set_ylim(0, 1.02)
+
+
+def read_table(text: str) -> dict[str, dict[str, dict[str, Spread]]]:
+    """The same from the table of RESULTS.md, which has the methods of each case in the order of `METHODS`."""
+    number = r"([\d.]+) \(([\d.]+) - ([\d.]+)\)"
+    row = rf"^\| (.*?) \| .*? \| {number} \| [\d.]+ \([^)]*\) \| [\d.]+ \| {number} \|"
+    found: dict[str, dict[str, dict[str, Spread]]] = {}
+    cases = (case for case in CASES if case != REFERENCE)
+    for name, *numbers in re.findall(row, text.partition("### Learning from off-policy data")[2], re.MULTILINE):
+        if name.strip():
+            of_case, methods = found.setdefault(next(cases), {}), iter(METHODS)
+        reward, kl = (tuple(map(float, part)) for part in (numbers[:3], numbers[3:]))
+        of_case[next(methods)] = {"reward": reward, "kl": kl}
+    return found
+
+
+def plot(figures: dict[str, dict[str, dict[str, Spread]]], path: str) -> None:
+    """A row of panels for the reward and one for the divergence, with one panel per case and one line per method."""
+    pyplot = import_pyplot()
+    figure, panels = pyplot.subplots(
+        len(PLOTTED), len(figures), squeeze=False, sharex="row", sharey=True, figsize=(1.4 + 2.5 * len(figures), 5.6)
+    )
+    for row_of_panels, (quantity, words) in zip(panels, PLOTTED.items(), strict=True):
+        for panel, (case, methods) in zip(row_of_panels, figures.items(), strict=True):
+            for place, (method, of_method) in enumerate(methods.items()):
+                middle, low, high = of_method[quantity]
+                color = COLORS[next(name for name in COLORS if method.startswith(name))]
+                panel.plot([low, high], [place, place], color=color, linewidth=2.5, alpha=0.35, solid_capstyle="butt")
+                panel.plot(middle, place, "D" if "fisher" in method else "o", color=color, markersize=5.5)
+            panel.set_yticks(range(len(methods)), methods)
+            panel.grid(axis="x", alpha=0.3)
+            panel.spines[["top", "right", "left"]].set_visible(False)
+            panel.tick_params(axis="y", length=0)
+            panel.set_xlabel(words if len(words) < 20 else words.replace(" of a", "\nof a"), fontsize=9)
             if quantity == "kl":
-                panel.set_yscale("log")
-            if column == 0:
-                panel.set_ylabel(label)
-        panels[0, column].set_title(CASES[case][0], fontsize=9)
-        panels[-1, column].set_xlabel("optimizer step")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(labels), fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=80)
-    with Image.open(path) as image:  # a palette: a third of the size
-        palette = image.convert("RGB").quantize(64)
-    palette.save(path, optimize=True)
+                panel.set_xscale("log")
+            else:
+                panel.set_title(CASES[case][0], fontsize=9)
+    panels[0, 0].invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
 
 
 def main():
     options = parse()
     if options.plot:
         import_pyplot()
+    if options.draw:
+        with open(options.draw) as file:
+            return plot(read_table(file.read()), options.plot)
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     report = {"environment": environment(), "options": vars(options), "results": {}}
@@ -392,7 +410,7 @@ def main():
                 json.dump(report, file)
     print(f"\n{(time.perf_counter() - begin) / 60:.1f} minutes")
     if options.plot:
-        plot(report["results"], options.steps, options.plot)
+        plot(spreads(report["results"]), options.plot)
 
 
 if __name__ == "__main__":

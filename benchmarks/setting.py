@@ -34,9 +34,14 @@ SHAPES = {
     "tiny": (256, 768, 4, 4, 2, 4096),
     "tiny-moe": (256, 128, 2, 4, 2, 4096),
     "0.6b": (1024, 3072, 28, 16, 8, 151936),
+    "1.7b": (2048, 6144, 28, 16, 8, 151936),
+    "4b": (2560, 9728, 36, 32, 8, 151936),
+    "8b": (4096, 12288, 36, 32, 8, 151936),
+    "14b": (5120, 17408, 40, 40, 8, 151936),
     "8b-6layers": (4096, 12288, 6, 32, 8, 151936),
     "30b-a3b-6layers": (2048, 768, 6, 32, 4, 151936),
 }
+TIED = ("0.6b", "1.7b", "4b")  # with one weight for embedding and head, whatever number of layers is named behind
 MIXTURES = ("tiny-moe", "30b-a3b-6layers")
 RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
 TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
@@ -113,7 +118,7 @@ def base_model(shape: str, dtype: str, experts: int = 128) -> torch.nn.Module:
         num_key_value_heads=kv_heads,
         head_dim=128 if hidden > 256 else 64,
         vocab_size=vocabulary,
-        tie_word_embeddings=shape == "0.6b",
+        tie_word_embeddings=shape.startswith(TIED),
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,

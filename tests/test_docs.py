@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import http.server
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
@@ -25,9 +27,10 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import GRPOConfig
 
-from isopo_trl import ISOPOConfig
+from isopo_trl import ISOPO, ISOPOConfig, __version__
 from isopo_trl.token_weights.ratio_loss import LOSS_TYPES
 from isopo_trl.validation import callback
 from tests import oracle, tiny, training
@@ -207,6 +210,68 @@ def test_extras_exist(name):
 def test_yaml_blocks_parse(name):
     for block in blocks(name, "ya?ml"):
         assert yaml.safe_load(block) is not None
+
+
+def test_the_notebook_is_run_by_what_the_extra_for_tests_installs():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    extra = (ROOT / "setup.cfg").read_text().partition("\ntest =\n")[2].partition("\nbenchmark =")[0].split()
+    for command in re.findall(r"^ {4}jupyter (\S+) .*\.ipynb$", text, flags=re.MULTILINE):
+        scripts = importlib.metadata.entry_points(group="console_scripts", name=f"jupyter-{command}")
+        assert {script.dist.name for script in scripts} & {*extra}, command
+        break
+    else:
+        raise AssertionError("no command")
+
+
+# What pages say of the code
+
+
+def test_a_number_of_fields_is_that_of_the_configuration():
+    own = len(ISOPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys())
+    words = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen".split()
+    numbers = {word: number for number, word in enumerate(words, 2)}
+    for page in PAGES:
+        for word in re.findall(
+            r"(\w+) (?:more )?(?:fields|settings) more|(\w+) more (?:fields|settings)", page.read_text()
+        ):
+            word = "".join(word).lower()
+            if word in numbers or word.isdigit():
+                assert numbers.get(word, word) in (own, str(own)), f"{page.name}: {word}"
+
+
+def test_the_first_page_begins_with_the_use_and_its_two_lines_are_those_of_its_script():
+    page = text_of("index.md")
+    (diff,) = blocks("index.md", "diff")
+    assert page.index("![") < page.index(diff) < page.index("pip install") < page.index("```math")
+    removed, added = ([line[1:] for line in diff.splitlines() if line.startswith(sign)] for sign in "-+")
+    assert len(added) == 2 and {*added} <= {*blocks("index.md", "python")[0].splitlines()}
+    renamed = [line.replace("GRPO", "ISOPO").replace("from trl", "from isopo_trl") for line in removed]
+    assert renamed == added
+
+
+def test_sample_of_the_quick_start_shows_its_first_problems_and_leaves_none_out():
+    spec = importlib.util.spec_from_file_location("embedded_sums", ROOT / "examples" / "embedded.py")
+    embedded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(embedded)
+    shown = re.findall(r"^ {6}(.*)\n {8}before: ", text_of("gsm8k.md"), flags=re.MULTILINE)
+    assert len(shown) >= 2 and shown == embedded.sums("test")["question"][: len(shown)]
+
+
+def test_trackers_are_those_that_transformers_knows():
+    named = set(re.findall(r'`report_to="(\w+)"`', text_of("metrics.md")))
+    assert named >= {"trackio", "wandb", "tensorboard"} and named <= INTEGRATION_TO_CALLBACK.keys()
+
+
+def test_version_changelog_and_citation_agree():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = dict(re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", changelog, flags=re.MULTILINE))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    newest = next(iter(released), None)
+    assert citation.get("version") == newest
+    assert newest is None or str(citation["date-released"]) == released[newest]
+    if __version__ != newest:
+        unreleased = changelog.partition("\n## [Unreleased]\n")[2].partition("\n## ")[0]
+        assert f"To be {__version__}" in unreleased and __version__ not in released
 
 
 # Links, as they are valid in the repository
@@ -461,6 +526,10 @@ def test_metrics_of_the_validation_are_on_the_page():
 # The site
 
 
+REMOTE = "https://someone:secret@example.org/isopo-trl.git"
+CLONED = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "remote.origin.url", "GIT_CONFIG_VALUE_0": REMOTE}
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
@@ -468,7 +537,7 @@ def site(tmp_path_factory):
             pytest.skip(f"the site needs {package}: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", **CLONED}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "WARNING" not in done.stderr, done.stderr
@@ -526,7 +595,9 @@ def test_links_and_pictures_of_the_site_lead_somewhere(site):
 def test_page_of_settings_has_every_setting_and_method(site):
     text = " ".join(Page(site / "settings.html").text)
     own = ISOPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys()
-    for name in [*own, "print_coverage", "load_state_dict", "gsm8k_reward", "ValidationCallback"]:
+    methods = [name for name, member in vars(ISOPO).items() if callable(member) and not name.startswith("_")]
+    assert "unscaled" in methods
+    for name in [*own, *methods, "gsm8k_reward", "ValidationCallback"]:
         assert name in text, name
     assert "[`" not in text and "*optional*" not in text  # references and types are made into something
 
@@ -535,6 +606,55 @@ def test_formulas_are_formulas(site):
     for name in ("index.html", "rules.html", "inside.html"):
         html = (site / name).read_text()
         assert "<math" in html and "$`" not in html and "FORMULA" not in html
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    for package in ("mkdocs", "griffe", "latex2mathml"):
+        pytest.importorskip(package, reason="pip install -e '.[docs]'")
+    spec = importlib.util.spec_from_file_location("hooks_of_the_site", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_names_of_functions_have_room_in_formulas(hooks):
+    gap = re.compile(r"<mspace[^>]*>")
+    for text, expected in (
+        (r"A \log \pi", "A_log_\u03c0"),
+        (r"z_t = \log r_t", "zt=log_rt"),
+        (r"r_t \nabla \log \pi_t", "rt\u2207_log_\u03c0t"),
+        (r"\log(T / k)", "log(T/k)"),
+    ):
+        assert unescape(re.sub(r"<[^>]*>", "", gap.sub("_", hooks.formula(text, "inline")))) == expected
+
+
+def test_parts_of_a_formula_can_be_put_below_each_other(hooks):
+    html = hooks.displayed(r"a = b, \qquad c = \frac{d}{e}, \qquad f")
+    assert html.count('<div class="part"><math') == 3 and html.count("</math></div>") == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "remote", "address"),
+    [
+        ("", "git@host.org:someone/isopo.git", "https://host.org/someone/isopo"),
+        ("", "https://someone:secret@host.org/someone/isopo.git", "https://host.org/someone/isopo"),
+        ("    Source = https://host.org/us/isopo\n", "https://elsewhere.org/fork", "https://host.org/us/isopo"),
+        ("", "/srv/git/isopo", None),
+        ("", "", None),
+    ],
+)
+def test_repository_is_linked_without_secrets(hooks, source, remote, address):
+    settings = f"[metadata]\nproject_urls =\n{source}    Paper = https://arxiv.org/abs/2512.23353\n"
+    assert hooks.repository(settings, remote) == address
+
+
+def test_first_page_and_footer_lead_to_the_repository(hooks, site):
+    if shutil.which("git") is None:
+        pytest.skip("no git, which knows where the clone comes from")
+    address = hooks.repository((ROOT / "setup.cfg").read_text(), REMOTE)
+    assert Page(site / "index.html").links.count(address) == 2
+    assert not any("secret" in path.read_text() for path in site.rglob("*.html"))
 
 
 # The site in a browser
@@ -626,6 +746,39 @@ def assert_nothing_went_wrong(browser, address):
     assert requests
 
 
+@contextlib.contextmanager
+def window(browser, width):
+    """The page as in a window of this width, the narrow ones as on a phone."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# What lies to the right of the window and cannot be scrolled to, what can be but does not show it, and formulas that
+# have to be scrolled on a desktop
+STICKS_OUT = """
+const right = document.documentElement.clientWidth;
+const scrolls = element => {
+    for (; element && element.tagName != "BODY"; element = element.parentElement)
+        if (["auto", "scroll"].includes(getComputedStyle(element).overflowX)) return true;
+    return false;
+};
+const found = [...document.querySelectorAll("article *")].filter(element => {
+    const box = element.getBoundingClientRect();
+    return box.width && box.height && box.right > right + 1 && !scrolls(element);
+}).map(element => element.tagName + ": " + element.textContent.slice(0, 60));
+if (document.documentElement.scrollWidth > right) found.push("the page");
+for (const element of document.querySelectorAll(".md-typeset__scrollwrap, .formula, .formula .part")) {
+    if (element.scrollWidth <= element.clientWidth) continue;
+    const shadow = getComputedStyle(element).backgroundImage.includes("gradient");
+    if (!shadow) found.push("no shadow: " + element.textContent);
+    if (right > 1000 && element.matches(".formula, .part")) found.push("wide: " + element.textContent);
+}
+return found;
+"""
+
+
 def test_pages_load_in_a_browser(browser, address, site):
     for name in pages_of(site):
         browser.get(f"{address}/{name}")
@@ -636,8 +789,10 @@ def test_pages_load_in_a_browser(browser, address, site):
             assert complete and width > 0, source
         formulas = "return [...document.querySelectorAll('math')].map(math => math.getBoundingClientRect().width)"
         assert all(width > 0 for width in browser.execute_script(formulas)), name
-        wider = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        assert browser.execute_script(wider) <= 0, f"{name} is wider than the window"
+        for width in (1280, 390):
+            with window(browser, width):
+                outside = browser.execute_script(STICKS_OUT)
+                assert outside == [], f"{name}, {width} wide"
         assert_nothing_went_wrong(browser, address)
 
 
@@ -680,11 +835,15 @@ def test_search_finds_a_rule(browser, address):
     assert_nothing_went_wrong(browser, address)
 
 
-def test_colours_can_be_switched(browser, address):
-    browser.get(f"{address}/inside.html")
+def test_colours_can_be_switched_and_plots_follow(browser, address):
+    browser.get(f"{address}/speed.html")
     colour = "return getComputedStyle(document.body).backgroundColor"
+    turned = "return getComputedStyle(document.querySelector('article img')).filter"
     before = browser.execute_script(colour)
+    scheme = "return document.body.getAttribute('data-md-color-scheme')"
+    assert ("invert" in browser.execute_script(turned)) == (browser.execute_script(scheme) == "slate")
     label = next(label for label in elements(browser, "form.md-header__option label") if label.is_displayed())
     label.click()
     wait_for(browser, lambda browser: browser.execute_script(colour) != before)
+    assert ("invert" in browser.execute_script(turned)) == (browser.execute_script(scheme) == "slate")
     assert_nothing_went_wrong(browser, address)
