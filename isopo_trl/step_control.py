@@ -1,12 +1,13 @@
 """What happens around every optimizer step so that its KL divergence is known, and is what was asked for."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from . import trl_seam
+from . import deepspeed_weights, trl_seam
 from .behaviour import BehaviourBound
 from .kept_weights import AdamWSteps, KeptWeights, kept_weights, local, trained
 from .step_kl import StepKL
@@ -43,18 +44,44 @@ class StepControl(TrainerCallback):
         self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
         self._offload = args.target_kl_offload
         self._kept: KeptWeights | AdamWSteps | None = None
-        self._rates: list[Any] = []  # the optimizer's learning rates as the schedule has them
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
+        self._factor = 1.0  # what they are multiplied by
         self._schedule = 1.0  # what it multiplies the largest of them by
         self._applied = 0.0  # what that one was for the step
 
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
+        self._restore_rates()
         self.kl.forget()
         if self.behaviour is not None:
             self.behaviour.forget()
         self._kept = None
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.size is not None and self._trainer.is_deepspeed_enabled:
+            deepspeed_weights.check(self._optimizer())
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self._trainer.is_deepspeed_enabled:
+            return  # it has had its step
+        self.prepare()
+        self._begin()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._restore_rates()
+        made = 0.0
+        if self.size is None:
+            measurement = self.kl.measure()
+            self._log(measurement)
+            made = measurement.kl
+        elif self._schedule > 0:
+            made = self._control(self.size)
+        self.kl.forget()
+        if self.behaviour is not None:
+            self._log_figures(self.behaviour.close(made))
+
+    def prepare(self) -> None:
+        """Right before the step, when its gradients are there."""
         self.kl.score()
         if self.size is None:
             return
@@ -69,30 +96,17 @@ class StepControl(TrainerCallback):
                 "out."
             )
         self._schedule = float(first["lr"]) / float(first["initial_lr"])
-        self._rates = [group["lr"] for group in groups]
         # The schedule multiplies the target, and so the rate by its root
-        factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
-        for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate * factor
-        self._applied = float(first["lr"])
-        if self._kept is None:
-            self._kept = kept_weights(self._optimizer(), self._offload)
-        self._kept.keep()
+        self._factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
+        self._applied = self._factor * float(first["lr"])
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        made = 0.0
-        if self.size is None:
-            measurement = self.kl.measure()
-            self._log(measurement)
-            made = measurement.kl
-        else:
-            for group, rate in zip(self._groups(), self._rates, strict=True):
-                group["lr"] = rate
-            if self._schedule > 0:
-                made = self._control(self.size)
-        self.kl.forget()
-        if self.behaviour is not None:
-            self._log_figures(self.behaviour.close(made))
+    def step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the step of DeepSpeed's optimizer, which the trainer's loop does not make."""
+        self._begin()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._restore_rates()
 
     def _control(self, size: StepSize) -> float:
         """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
@@ -141,10 +155,36 @@ class StepControl(TrainerCallback):
         return getattr(optimizer, "optimizer", optimizer)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._optimizer().param_groups if group["params"]]
+        """Those that hold parameters; DeepSpeed has dropped others, and ZeRO-3 says of none what it holds."""
+        deepspeed = self._trainer.is_deepspeed_enabled
+        return [group for group in self._optimizer().param_groups if group["params"] or deepspeed]
+
+    def _begin(self) -> None:
+        """What is left to do before a step that has a target: its learning rates, and a way back."""
+        if self.size is None:
+            return
+        self._rates = [(group, group["lr"]) for group in self._groups()]
+        for group, rate in self._rates:
+            group["lr"] = rate * self._factor
+        if self._kept is None:
+            self._kept = self._weights()
+        self._kept.keep()
+
+    def _restore_rates(self) -> None:
+        """What the schedule goes on from, however the step has ended."""
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+    def _weights(self) -> "KeptWeights | AdamWSteps":
+        if self._trainer.is_deepspeed_enabled:
+            return deepspeed_weights.kept_weights(self._optimizer(), self._offload)
+        return kept_weights(self._optimizer(), self._offload)
 
     def _has_gradient(self) -> bool:
         """Whether any gradient of the step is not zero, on any rank."""
+        if self._trainer.is_deepspeed_enabled:  # which has done away with it
+            return self._trainer.model_wrapped.get_global_grad_norm() != 0
         gradients = [local(p.grad) for p in trained(self._optimizer()) if p.grad is not None]
         found = any(bool((gradient != 0).any()) for gradient in gradients)
         accelerator = self._trainer.accelerator

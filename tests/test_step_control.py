@@ -8,7 +8,7 @@ from peft import LoraConfig
 from transformers import Adafactor, TrainerCallback
 from transformers.optimization import AdafactorSchedule
 
-from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
+from isopo_trl import ISOPOConfig, kept_weights, step_size
 from isopo_trl.step_control import PATIENCE, REFUSED
 from tests import tiny, training
 
@@ -148,6 +148,28 @@ def test_steps_that_cannot_be_measured_are_taken_back_wholly_and_end_the_run_aft
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+class Failing(torch.optim.AdamW):
+    """Its second step fails half-way."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def test_a_step_that_fails_leaves_the_learning_rates_of_the_schedule(tmp_path):
+    model = tiny.model("qwen3")
+    optimizer = Failing(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    options = {"optimizers": (optimizer, schedule)}
+    trainer = training.build(tmp_path, model, options=options, **SETTINGS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert trainer.step_control.size.rate != 1
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05]
+
+
 def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises_the_rate(tmp_path):
     settings = {**SETTINGS, "optim": "sgd", "max_steps": 2}
     same = training.build(tmp_path, "qwen3", reward=lambda completions, **_: [1.0] * len(completions), **settings)
@@ -198,21 +220,6 @@ def test_an_optimizer_that_chooses_its_own_rate_is_refused(tmp_path):
     options = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
     with pytest.raises(ValueError, match="Adafactor has none, or chooses its own"):
         training.build(tmp_path, model, options=options, **SETTINGS).train()
-
-
-class UnderDeepSpeed(ISOPOTrainer):
-    """As far as it knows."""
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        self.is_deepspeed_enabled = True
-
-
-@pytest.mark.parametrize("settings", [{"target_kl": 0.01}, {"log_step_kl": True}, {"behaviour_kl": 0.1}], ids=str)
-def test_deepspeed_is_refused(settings, tmp_path):
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError, match=f"{name}={value} is not supported under DeepSpeed"):
-        training.build(tmp_path, "qwen3", UnderDeepSpeed, **settings)
 
 
 @pytest.mark.parametrize(
