@@ -121,7 +121,7 @@ class StepControl(TrainerCallback):
             if kept:
                 size.measured(measurement, kept, self._schedule)
             else:
-                self._kept.move(0.0)
+                self._take_back(self._kept)
                 size.taken_back(tried)
         else:
             size.measured(measurement, 1.0, self._schedule)
@@ -135,6 +135,15 @@ class StepControl(TrainerCallback):
                 "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
             )
         return measurement.kl if kept else 0.0
+
+    def _take_back(self, kept: KeptWeights | AdamWSteps) -> None:
+        kept.move(0.0)
+        if self._on_any_rank(kept.lost):
+            raise FloatingPointError(
+                "The optimizer's step has left weights that are not finite, and they cannot be computed back: go back "
+                "to the last checkpoint, with a lower learning rate, or set target_kl_offload=True, which keeps a "
+                "copy of the weights."
+            )
 
     def _measured_at(self, share: float) -> Measurement:
         assert self._kept is not None
@@ -186,7 +195,9 @@ class StepControl(TrainerCallback):
         if self._trainer.is_deepspeed_enabled:  # which has done away with it
             return self._trainer.model_wrapped.get_global_grad_norm() != 0
         gradients = [local(p.grad) for p in trained(self._optimizer()) if p.grad is not None]
-        found = any(bool((gradient != 0).any()) for gradient in gradients)
+        return self._on_any_rank(any(bool((gradient != 0).any()) for gradient in gradients))
+
+    def _on_any_rank(self, found: bool) -> bool:
         accelerator = self._trainer.accelerator
         return bool(accelerator.reduce(torch.tensor([found], device=accelerator.device).int(), reduction="sum").item())
 

@@ -123,13 +123,14 @@ def test_a_copy_is_kept_where_it_is_small_asked_for_or_needed(monkeypatch):
     assert not can_be_undone(torch.optim.SGD(parameters, lr=0.1)) and not can_be_undone(torch.optim.Adam(parameters))
 
 
-def test_weights_that_cannot_be_computed_back_are_an_error():
+def test_weights_that_cannot_be_computed_back_are_lost():
     _, weights, steps, _, _ = adamw(torch.float32)
     with torch.no_grad():
         weights[0].fill_(torch.inf)
     steps.move(0.1)
-    with pytest.raises(FloatingPointError, match="target_kl_offload=True"):
-        steps.move(0.0)
+    assert not steps.lost  # or not yet
+    steps.move(0.0)
+    assert steps.lost
 
 
 def test_weights_that_were_destroyed_come_back():

@@ -148,6 +148,21 @@ def test_steps_that_cannot_be_measured_are_taken_back_wholly_and_end_the_run_aft
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_weights_that_cannot_be_computed_back_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_weights, "SMALL", 0)
+    model = tiny.model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    @optimizer.register_step_post_hook
+    def destroy(*_):
+        with torch.no_grad():
+            model.model.norm.weight.fill_(torch.inf)
+
+    options = {"optimizers": (optimizer, None)}
+    with pytest.raises(FloatingPointError, match="target_kl_offload=True"):
+        training.build(tmp_path, model, options=options, **SETTINGS).train()
+
+
 class Failing(torch.optim.AdamW):
     """Its second step fails half-way."""
 

@@ -21,7 +21,13 @@ RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
 RUNS += ["skipped-none-full", "skipped-euclidean-lora", "skippedfsdp-euclidean-full"]
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
-RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "step-fig4-full", "steptrainer-fisher-full"]
+RUNS += [
+    "target-fisher-full",
+    "targetfsdp-fisher-full",
+    "undone-fisher-full",
+    "step-fig4-full",
+    "steptrainer-fisher-full",
+]
 SLOW = ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
 SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:
@@ -97,9 +103,9 @@ def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_pat
     assert_same(one, *two, 1e-5)
 
 
-def assert_steps_of_one_length(two, weights, tmp_path):
+def assert_steps_of_one_length(two, weights, tmp_path, alone="target"):
     """Each rank sees half of the sequences that a step is measured by."""
-    one = worker.run(tmp_path, "target", "fisher", weights)
+    one = worker.run(tmp_path, alone, "fisher", weights)
     assert one["logs"][0]["step/kept"] < 0.1 and one["logs"][1]["step/kept"] != one["logs"][0]["step/kept"]
     assert_same(one, *two, 1e-4)  # what a step is multiplied by has the rounding of its measurement
     for left, right in zip(one["logs"], two[0]["logs"], strict=True):
@@ -107,11 +113,19 @@ def assert_steps_of_one_length(two, weights, tmp_path):
         assert len(names) == 4
         for name in names:
             assert left[name] == pytest.approx(right[name], rel=1e-3), name
+    return one
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("target")])
 def test_ranks_make_steps_of_one_length(name, results, tmp_path):
     assert_steps_of_one_length(ranks(results, name), "full", tmp_path)
+
+
+def test_shards_are_taken_back_by_the_moments_of_adamw_as_from_a_copy(results, tmp_path):
+    two = ranks(results, "undone-fisher-full")
+    assert two[0]["wrapped"].startswith("FSDP") and two[0]["bytes_kept"] == two[1]["bytes_kept"] == 0
+    one = assert_steps_of_one_length(two, "full", tmp_path, alone="kept")
+    assert one["bytes_kept"] > 0
 
 
 @pytest.mark.slow

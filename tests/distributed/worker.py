@@ -2,7 +2,8 @@
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
 skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, target0 to
-target3, refused, and the weights full, lora or dora, or those of a mixture of experts, experts or expertslora
+target3, refused, kept, undone, and the weights full, lora or dora, or those of a mixture of experts, experts or
+expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -11,8 +12,10 @@ under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the l
 microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
 leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In
 `target` steps have a length to keep to, and the first is far too long; `targetfsdp` under FSDP2, `target0` and so on
-under DeepSpeed; `refused` has settings of DeepSpeed's with which that cannot be. `steptrainer`, `stepzero2`, `steploop`,
-`stepfsdp2` are the same with `fisher_scope="step"`; `step` is a loop in float64, for the oracle.
+under DeepSpeed; `refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
+AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments. In
+`steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is a
+loop in float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -26,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, kept_weights
 from isopo_trl.geometry.reservoir import content_keys
 from tests import oracle, tiny
 from tests import test_step_scope as step_scope
@@ -126,7 +129,10 @@ def train(output, rule, weights, stage=None, **settings):
     run = trainer(output, rule, weights, stage, **settings)
     run.train()
     logs = [log for log in run.state.log_history if "loss" in log]
-    return run.model, run.isopo, {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
+    result = {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
+    if run.step_control is not None:
+        result["bytes_kept"] = run.step_control._kept.bytes
+    return run.model, run.isopo, result
 
 
 def resumed(output, rule, weights):
@@ -332,6 +338,13 @@ def run(output, mode, rule, weights):
         kind, stage = ShardsByHand if under == "fsdp" else ByHand, int(under) if under.isdigit() else None
         settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "learning_rate": 10.0}
         model, isopo, result = train(output, rule, weights, stage, kind=kind, **settings)
+    elif mode in ("kept", "undone"):
+        settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "weight_decay": 0.3}
+        settings |= {"learning_rate": 0.3, "adam_epsilon": 1e-4}
+        with MonkeyPatch.context() as patch:
+            if mode == "undone":
+                patch.setattr(kept_weights, "SMALL", 0)
+            model, isopo, result = train(output, rule, weights, kind=ShardsByHand if WORLD > 1 else ByHand, **settings)
     elif mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])
         model, isopo, result = train(output, rule, weights, stage, **settings)
