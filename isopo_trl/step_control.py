@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from . import deepspeed_weights, trl_seam
+from . import deepspeed_weights, optimizers, trl_seam
 from .behaviour import BehaviourBound
 from .kept_weights import AdamWSteps, KeptWeights, kept_weights, local, trained
 from .step_kl import StepKL
@@ -16,15 +16,6 @@ from .step_size import Measurement, StepSize, is_too_long, shortened
 
 # Steps in a row that may be taken back wholly
 PATIENCE = 3
-
-# Optimizers of transformers that `target_kl` does not work with, by their names
-_IN_BACKWARD = "it moves each weight during the backward pass, so that there is no step to take back"
-_BETWEEN = "its weights lie between two other points that it keeps, and would not if they were moved"
-_LAYERWISE = ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise")
-REFUSED = {
-    **dict.fromkeys(("lomo", "adalomo", *_LAYERWISE, "apollo_adamw_layerwise"), _IN_BACKWARD),
-    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _BETWEEN),
-}
 
 
 class StepControl(TrainerCallback):
@@ -44,6 +35,7 @@ class StepControl(TrainerCallback):
         self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
         self._offload = args.target_kl_offload
         self._kept: KeptWeights | AdamWSteps | None = None
+        self._checked = False  # the optimizer's state, after its first step
         self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
         self._factor = 1.0  # what they are multiplied by
         self._schedule = 1.0  # what it multiplies the largest of them by
@@ -56,10 +48,13 @@ class StepControl(TrainerCallback):
         if self.behaviour is not None:
             self.behaviour.forget()
         self._kept = None
+        self._checked = False
 
     def on_train_begin(self, args, state, control, **kwargs):
+        optimizer = self._optimizer()
+        optimizers.check(getattr(optimizer, "optimizer", optimizer), args.target_kl)  # inside of DeepSpeed's
         if self.size is not None and self._trainer.is_deepspeed_enabled:
-            deepspeed_weights.check(self._optimizer())
+            deepspeed_weights.check(optimizer)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self._trainer.is_deepspeed_enabled:
@@ -87,14 +82,8 @@ class StepControl(TrainerCallback):
             return
         groups = self._groups()
         for group in groups:
-            group.setdefault("initial_lr", group["lr"])
-        first = max(groups, key=lambda group: float(group["initial_lr"] or 0))
-        if not first["initial_lr"] or any(group["lr"] is None for group in groups):
-            raise ValueError(
-                f"target_kl={self.size.target} needs a learning rate that it can multiply, but "
-                f"{type(self._optimizer()).__name__} has none, or chooses its own: give it one, or leave target_kl "
-                "out."
-            )
+            group.setdefault("initial_lr", float(group["lr"]))
+        first = max(groups, key=lambda group: float(group["initial_lr"]))
         self._schedule = float(first["lr"]) / float(first["initial_lr"])
         # The schedule multiplies the target, and so the rate by its root
         self._factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
@@ -111,6 +100,9 @@ class StepControl(TrainerCallback):
     def _control(self, size: StepSize) -> float:
         """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
         assert self._kept is not None
+        if not self._checked:
+            optimizers.check_state(self._optimizer())
+            self._checked = True
         target = size.target * self._schedule
         measurement, kept = self.kl.measure(), 1.0
         if measurement.kl == 0:

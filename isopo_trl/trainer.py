@@ -18,7 +18,17 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import checkpoints, deepspeed_weights, liger, model_card, reference, resuming, reward_functions, trl_seam
+from . import (
+    checkpoints,
+    deepspeed_weights,
+    liger,
+    model_card,
+    optimizers,
+    reference,
+    resuming,
+    reward_functions,
+    trl_seam,
+)
 from .behaviour import drift_sums
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
@@ -179,6 +189,8 @@ class ISOPOTrainer(GRPOTrainer):
         if args.measures_steps:
             if self.is_deepspeed_enabled and args.target_kl is not None:
                 deepspeed_weights.check_settings(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+            if self.optimizer is not None:
+                optimizers.check(self.optimizer, args.target_kl)
             self.step_control = StepControl(self)
             self.add_callback(self.step_control)
 

@@ -14,8 +14,8 @@ leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` a
 `target` steps have a length to keep to, and the first is far too long; `targetfsdp` under FSDP2, `target0` and so on
 under DeepSpeed; `refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
 AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments. In
-`steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is a
-loop in float64, for the oracle.
+`steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is
+a loop in float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
