@@ -32,7 +32,8 @@ SLOW = ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "st
 SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:
     SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full", "target0-fisher-full", "target1-fisher-lora"]
-    SLOW += ["target3-fisher-lora"]
+    SLOW += ["target3-fisher-lora", "scheduled2-fisher-full", "scheduled3-fisher-full"]
+    SLOW += ["resumedtarget2-fisher-full", "resumedtarget3-fisher-full"]
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
     RUNS += ["skipped2-none-full", "skipped3-none-full", "target2-fisher-full", "target3-fisher-full"]
     RUNS += ["refused-fisher-full"]
@@ -119,6 +120,21 @@ def assert_steps_of_one_length(two, weights, tmp_path, alone="target"):
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("target")])
 def test_ranks_make_steps_of_one_length(name, results, tmp_path):
     assert_steps_of_one_length(ranks(results, name), "full", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("scheduled")])
+def test_a_schedule_goes_on_from_its_own_rates_where_deepspeed_makes_its_step(name, slow_results, tmp_path):
+    one = assert_steps_of_one_length(ranks(slow_results, name), "full", tmp_path, alone="scheduled")
+    assert one["logs"][0]["step/kl"] > 3 * one["logs"][2]["step/kl"]  # a third of the target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("resumedtarget")])
+def test_runs_with_a_target_resume_with_the_same_numbers_under_deepspeed(name, slow_results):
+    two = ranks(slow_results, name)
+    assert [line["step/stopped_early"] for line in two[0]["logs"]] == [0, 0, 1]  # in the middle of a generation
+    assert_unbroken(two)
 
 
 def test_shards_are_taken_back_by_the_moments_of_adamw_as_from_a_copy(results, tmp_path):
@@ -211,7 +227,11 @@ def test_deepspeed_trains_to_the_weights_of_one_rank(mode, weights, results, tmp
 
 
 def test_ranks_that_resume_inside_a_generation_end_with_the_weights_of_an_unbroken_run(results):
-    first, second = ranks(results, "resumed-fisher-full")
+    assert_unbroken(ranks(results, "resumed-fisher-full"))
+
+
+def assert_unbroken(two):
+    first, second = two
     for name, expected in first["whole"].items():
         assert torch.equal(first["weights"][name], expected), name
         assert torch.equal(second["weights"][name], expected), name

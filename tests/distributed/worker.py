@@ -2,8 +2,8 @@
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
 skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, target0 to
-target3, refused, kept, undone, and the weights full, lora or dora, or those of a mixture of experts, experts or
-expertslora
+target3, scheduled, scheduled2, scheduled3, resumedtarget2, resumedtarget3, refused, kept, undone, and the weights
+full, lora or dora, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -12,7 +12,9 @@ under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the l
 microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
 leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In
 `target` steps have a length to keep to, and the first is far too long; `targetfsdp` under FSDP2, `target0` and so on
-under DeepSpeed; `refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
+under DeepSpeed; `scheduled` is the same with a schedule, and `scheduled2` and `scheduled3` with an optimizer of
+DeepSpeed's, which makes the schedule's step as well; `resumedtarget2` and `resumedtarget3` are resumed under it;
+`refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
 AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments. In
 `steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is
 a loop in float64, for the oracle.
@@ -135,15 +137,17 @@ def train(output, rule, weights, stage=None, **settings):
     return run.model, run.isopo, result
 
 
-def resumed(output, rule, weights):
+def resumed(output, rule, weights, stage=None, **more):
     """The weights of a run that was resumed between two uses of its completions, and of one that was not."""
-    settings = {"kind": ISOPOTrainer, "num_iterations": 2, "save_steps": 1}
-    whole = trainer(output, rule, weights, **settings)
+    settings = {"kind": ISOPOTrainer, "num_iterations": 2, "save_steps": 1, **more}
+    output = f"{output}.{stage}"
+    whole = trainer(output, rule, weights, stage, **settings)
     whole.train()
     torch.distributed.barrier()  # the checkpoint is the other rank's, too
-    run = trainer(output, rule, weights, **settings)
+    run = trainer(output, rule, weights, stage, **settings)
     run.train(resume_from_checkpoint=f"{output}.trainer/checkpoint-1")
-    return {"weights": full_weights(run.model), "whole": full_weights(whole.model)}
+    lines = [line for line in whole.state.log_history if "loss" in line]
+    return {"weights": full_weights(run.model), "whole": full_weights(whole.model), "logs": lines}
 
 
 def grouped(output, rule, weights):
@@ -325,6 +329,9 @@ def run(output, mode, rule, weights):
     mode = mode.removeprefix("step")
     if mode == "resumed":
         return resumed(output, rule, weights)
+    if mode.startswith("resumedtarget"):
+        length = {"target_kl": 1e-3, "behaviour_kl": 1.1e-3, "step_kl_share": 1.0, "learning_rate": 1.0}
+        return resumed(output, rule, weights, int(mode[-1]), **length)
     if mode == "grouped":
         return grouped(output, rule, weights)
     if mode.startswith("skipped"):
@@ -338,6 +345,15 @@ def run(output, mode, rule, weights):
         kind, stage = ShardsByHand if under == "fsdp" else ByHand, int(under) if under.isdigit() else None
         settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "learning_rate": 10.0}
         model, isopo, result = train(output, rule, weights, stage, kind=kind, **settings)
+    elif mode.startswith("scheduled"):
+        settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "learning_rate": 0.5}
+        settings |= {"lr_scheduler_type": "linear"}
+        under = mode.removeprefix("scheduled")
+        own = {"torch_adam": True, "lr": 0.5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+        deepspeed = {"optimizer": {"type": "AdamW", "params": own}}
+        model, isopo, result = train(
+            output, rule, weights, int(under) if under else None, deepspeed=deepspeed, **settings
+        )
     elif mode in ("kept", "undone"):
         settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "weight_decay": 0.3}
         settings |= {"learning_rate": 0.3, "adam_epsilon": 1e-4}
