@@ -14,25 +14,35 @@ import torch
 from .kept_weights import KeptWeights
 
 
-_REMEDY = "leave that out, use DDP or FSDP2, or leave target_kl out (log_step_kl=True measures steps as they are)."
+def check_settings(config: dict[str, Any], given: str, has_target: bool) -> None:
+    """
+    Raise for settings of DeepSpeed's with which steps cannot be measured or, where they have a target, not be taken
+    back, or have no learning rate to find.
 
-
-def check_settings(config: dict[str, Any]) -> None:
-    """Raise for settings of DeepSpeed's with which steps cannot be taken back, or have no learning rate to find."""
+    Args:
+        config (`dict`): DeepSpeed's settings.
+        given (`str`): the settings that ask for steps to be measured, for the message.
+        has_target (`bool`): whether steps have a target.
+    """
     zero = config.get("zero_optimization") or {}
     optimizer, parameters = (zero.get(f"offload_{name}") or {} for name in ("optimizer", "param"))
     share = optimizer.get("ratio", 1.0)
-    refused = [
+    unmeasured = [
+        (bool(optimizer.get("super_offload")), "'super_offload'", "it steps while the backward pass is under way"),
+        (zero.get("zenflow") is not None, "'zenflow'", "it steps while the next forward pass is under way"),
+    ]
+    without_target = [
         ("scheduler" in config, "'scheduler'", "learning rates are not multiples of one, as lr_scheduler_type's are"),
         ("nvme" in (optimizer.get("device"), parameters.get("device")), "'nvme'", "weights are not in memory"),
         (share != 1.0, f"'ratio': {share}", "a second optimizer steps with learning rates of its own"),
-        (bool(optimizer.get("super_offload")), "'super_offload'", "it steps while the backward pass is under way"),
-        (zero.get("zenflow") is not None, "'zenflow'", "it steps while the next forward pass is under way"),
         (zero.get("zero_hpz_partition_size", 1) > 1, "'zero_hpz_partition_size'", "weights have a second copy"),
     ]
-    for is_set, name, reason in refused:
+    for is_set, name, reason in unmeasured + without_target * has_target:
         if is_set:
-            raise ValueError(f"target_kl does not work with {name} in DeepSpeed's settings, where {reason}: {_REMEDY}")
+            raise ValueError(
+                f"{given} does not work with {name} in DeepSpeed's settings, where {reason}: leave one of the two "
+                "out, or use DDP or FSDP2."
+            )
 
 
 def check(optimizer: Any) -> None:

@@ -187,8 +187,10 @@ class ISOPOTrainer(GRPOTrainer):
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
         self.step_control: StepControl | None = None
         if args.measures_steps:
-            if self.is_deepspeed_enabled and args.target_kl is not None:
-                deepspeed_weights.check_settings(self.accelerator.state.deepspeed_plugin.deepspeed_config)
+            if self.is_deepspeed_enabled:
+                config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+                given = ", ".join(args.given("target_kl", "behaviour_kl", "log_step_kl"))
+                deepspeed_weights.check_settings(config, given, args.target_kl is not None)
             if self.optimizer is not None:
                 optimizers.check(self.optimizer, args.target_kl)
             self.step_control = StepControl(self)

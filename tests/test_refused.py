@@ -85,7 +85,7 @@ def with_a_split_convolution(model):
 
 
 def under_deepspeed(**settings):
-    return lambda folder: deepspeed_weights.check_settings({"zero_optimization": settings})
+    return lambda folder: deepspeed_weights.check_settings({"zero_optimization": settings}, "target_kl", True)
 
 
 # What a row in words stands for: all of these are refused
@@ -96,7 +96,7 @@ WORDS = {
         under_deepspeed(offload_optimizer={"device": "cpu", "super_offload": True}),
         under_deepspeed(zenflow={}),
         under_deepspeed(zero_hpz_partition_size=8),
-        lambda folder: deepspeed_weights.check_settings({"scheduler": {"type": "WarmupLR"}}),
+        lambda folder: deepspeed_weights.check_settings({"scheduler": {"type": "WarmupLR"}}, "target_kl", True),
     ],
     "`beta` with a `peft_config` of PiSSA, OLoRA, CorDA, LoftQ or LoRA-GA": [
         trained(peft=LoraConfig(r=2, init_lora_weights=name, target_modules=["q_proj"]), beta=0.1)

@@ -153,7 +153,7 @@ def test_every_stage_of_zero_makes_steps_of_one_length(name, slow_results, tmp_p
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_settings_of_deepspeed_that_have_no_steps_of_a_given_length_are_refused_at_construction(results):
     for result in ranks(results, "refused-fisher-full"):
-        assert "target_kl does not work with 'scheduler'" in result["said"]
+        assert "target_kl=0.001 does not work with 'scheduler'" in result["said"]
 
 
 # Under `fisher_scope="step"`
