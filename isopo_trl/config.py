@@ -9,10 +9,10 @@ from trl import GRPOConfig
 from .behaviour import DEFAULT
 from .bounds import check_bounds
 from .isopo import check_scope, check_settings
+from .optimizers import REFUSED, UNMEASURED
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings import check_fields, checked, shown
-from .step_control import REFUSED
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 
@@ -357,7 +357,7 @@ class ISOPOConfig(GRPOConfig):
     @property
     def measures_steps(self) -> bool:
         """Whether the KL divergence of each optimizer step is measured."""
-        return self.target_kl is not None or self.behaviour_kl is not None or self.log_step_kl
+        return self.target_kl is not None or self.drift_bound is not None or self.log_step_kl
 
     @property
     def drift_bound(self) -> float | None:
@@ -432,6 +432,12 @@ class ISOPOConfig(GRPOConfig):
                 "data, in nats per token: give a positive number, or None.",
             ),
             (
+                self.behaviour_kl is not None and self.behaviour_kl < math.inf and self.drift_bound is None,
+                f"behaviour_kl={self.behaviour_kl} bounds the drift over several optimizer steps on one batch, but "
+                "here completions serve for one step: raise num_iterations, or steps_per_generation above "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, or leave behaviour_kl out.",
+            ),
+            (
                 not 0 < self.step_kl_share <= 1,
                 f"step_kl_share={self.step_kl_share} is the share of a step's sequences by which it is measured: give "
                 "a number in (0, 1].",
@@ -451,10 +457,10 @@ class ISOPOConfig(GRPOConfig):
                 "start from, 1e-6 for example.",
             ),
             (
-                self.target_kl is not None and optimizer in REFUSED,
-                f"target_kl={self.target_kl} does not work with optim={optimizer!r}: "
-                f"{REFUSED.get(optimizer)}. Take another optimizer, such as 'adamw_torch_fused', or leave target_kl "
-                "out.",
+                optimizer in (REFUSED if self.target_kl is not None else UNMEASURED) and self.measures_steps,
+                f"{', '.join(self.given('target_kl', 'behaviour_kl', 'log_step_kl'))} does not work with "
+                f"optim={optimizer!r}: {REFUSED.get(optimizer)}. Take another optimizer, such as 'adamw_torch_fused', "
+                "or leave that out.",
             ),
             (
                 bool(self.torch_compile),

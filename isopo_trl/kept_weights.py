@@ -58,6 +58,8 @@ class KeptWeights:
         offload (`bool`): whether to keep the copy in the memory of the host.
     """
 
+    lost = False
+
     def __init__(self, parameters: list[torch.Tensor], offload: bool = False):
         self._weights = [local(p) for p in parameters]
         self._share = 1.0  # of the step that the weights have
@@ -100,12 +102,16 @@ class AdamWSteps:
 
     Args:
         optimizer (`torch.optim.AdamW`): the optimizer, which [`can_be_undone`].
+
+    Attributes:
+        lost (`bool`): whether weights of this rank could not be computed back, by the last [`move`].
     """
 
     bytes = 0
 
     def __init__(self, optimizer: torch.optim.AdamW):
         self._optimizer = optimizer
+        self.lost = False
         self._share = 1.0
         self._rates: list[float] = []
 
@@ -116,7 +122,7 @@ class AdamWSteps:
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """As [`KeptWeights.move`]; weights that the step has made infinite are lost, which is an error."""
+        """As [`KeptWeights.move`]; weights that the step has made infinite are [`lost`]."""
         moved = [
             (group, rate, p)
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)
@@ -138,12 +144,7 @@ class AdamWSteps:
                 before = wide.add_(step, alpha=self._share).div_(1 - self._share * decay)
                 parts[0].copy_(before.mul_(1 - share * decay).sub_(step, alpha=share))
         self._share = share
-        if not share and not all(bool(local(p).isfinite().all()) for _, _, p in moved):
-            raise FloatingPointError(
-                "The optimizer's step has left weights that are not finite, and they cannot be computed back: go back "
-                "to the last checkpoint, with a lower learning rate, or set target_kl_offload=True, which keeps a "
-                "copy of the weights."
-            )
+        self.lost = not share and not all(bool(local(p).isfinite().all()) for _, _, p in moved)
 
 
 def local(p: Any) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """What happens around every optimizer step so that its KL divergence is known, and is what was asked for."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from . import trl_seam
+from . import deepspeed_weights, optimizers, trl_seam
 from .behaviour import BehaviourBound
 from .kept_weights import AdamWSteps, KeptWeights, kept_weights, local, trained
 from .step_kl import StepKL
@@ -15,15 +16,6 @@ from .step_size import Measurement, StepSize, is_too_long, shortened
 
 # Steps in a row that may be taken back wholly
 PATIENCE = 3
-
-# Optimizers of transformers that `target_kl` does not work with, by their names
-_IN_BACKWARD = "it moves each weight during the backward pass, so that there is no step to take back"
-_BETWEEN = "its weights lie between two other points that it keeps, and would not if they were moved"
-_LAYERWISE = ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise")
-REFUSED = {
-    **dict.fromkeys(("lomo", "adalomo", *_LAYERWISE, "apollo_adamw_layerwise"), _IN_BACKWARD),
-    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _BETWEEN),
-}
 
 
 class StepControl(TrainerCallback):
@@ -43,60 +35,74 @@ class StepControl(TrainerCallback):
         self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
         self._offload = args.target_kl_offload
         self._kept: KeptWeights | AdamWSteps | None = None
-        self._rates: list[Any] = []  # the optimizer's learning rates as the schedule has them
+        self._checked = False  # the optimizer's state, after its first step
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
+        self._factor = 1.0  # what they are multiplied by
         self._schedule = 1.0  # what it multiplies the largest of them by
         self._applied = 0.0  # what that one was for the step
 
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
+        self._restore_rates()
         self.kl.forget()
         if self.behaviour is not None:
             self.behaviour.forget()
         self._kept = None
+        self._checked = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        optimizer = self._optimizer()
+        optimizers.check(getattr(optimizer, "optimizer", optimizer), args.target_kl)  # inside of DeepSpeed's
+        if self.size is not None and self._trainer.is_deepspeed_enabled:
+            deepspeed_weights.check(optimizer)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.kl.score()
-        if self.size is None:
-            return
-        groups = self._groups()
-        for group in groups:
-            group.setdefault("initial_lr", group["lr"])
-        first = max(groups, key=lambda group: float(group["initial_lr"] or 0))
-        if not first["initial_lr"] or any(group["lr"] is None for group in groups):
-            raise ValueError(
-                f"target_kl={self.size.target} needs a learning rate that it can multiply, but "
-                f"{type(self._optimizer()).__name__} has none, or chooses its own: give it one, or leave target_kl "
-                "out."
-            )
-        self._schedule = float(first["lr"]) / float(first["initial_lr"])
-        self._rates = [group["lr"] for group in groups]
-        # The schedule multiplies the target, and so the rate by its root
-        factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
-        for group, rate in zip(groups, self._rates, strict=True):
-            group["lr"] = rate * factor
-        self._applied = float(first["lr"])
-        if self._kept is None:
-            self._kept = kept_weights(self._optimizer(), self._offload)
-        self._kept.keep()
+        if self._trainer.is_deepspeed_enabled:
+            return  # it has had its step
+        self.prepare()
+        self._begin()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
+        self._restore_rates()
         made = 0.0
         if self.size is None:
             measurement = self.kl.measure()
             self._log(measurement)
             made = measurement.kl
-        else:
-            for group, rate in zip(self._groups(), self._rates, strict=True):
-                group["lr"] = rate
-            if self._schedule > 0:
-                made = self._control(self.size)
+        elif self._schedule > 0:
+            made = self._control(self.size)
         self.kl.forget()
         if self.behaviour is not None:
             self._log_figures(self.behaviour.close(made))
 
+    def prepare(self) -> None:
+        """Right before the step, when its gradients are there."""
+        self.kl.score()
+        if self.size is None:
+            return
+        groups = self._groups()
+        for group in groups:
+            group.setdefault("initial_lr", float(group["lr"]))
+        first = max(groups, key=lambda group: float(group["initial_lr"]))
+        self._schedule = float(first["lr"]) / float(first["initial_lr"])
+        # The schedule multiplies the target, and so the rate by its root
+        self._factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
+        self._applied = self._factor * float(first["lr"])
+
+    def step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the step of DeepSpeed's optimizer, which the trainer's loop does not make."""
+        self._begin()
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._restore_rates()
+
     def _control(self, size: StepSize) -> float:
         """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
         assert self._kept is not None
+        if not self._checked:
+            optimizers.check_state(self._optimizer())
+            self._checked = True
         target = size.target * self._schedule
         measurement, kept = self.kl.measure(), 1.0
         if measurement.kl == 0:
@@ -107,7 +113,7 @@ class StepControl(TrainerCallback):
             if kept:
                 size.measured(measurement, kept, self._schedule)
             else:
-                self._kept.move(0.0)
+                self._take_back(self._kept)
                 size.taken_back(tried)
         else:
             size.measured(measurement, 1.0, self._schedule)
@@ -121,6 +127,15 @@ class StepControl(TrainerCallback):
                 "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
             )
         return measurement.kl if kept else 0.0
+
+    def _take_back(self, kept: KeptWeights | AdamWSteps) -> None:
+        kept.move(0.0)
+        if self._on_any_rank(kept.lost):
+            raise FloatingPointError(
+                "The optimizer's step has left weights that are not finite, and they cannot be computed back: go back "
+                "to the last checkpoint, with a lower learning rate, or set target_kl_offload=True, which keeps a "
+                "copy of the weights."
+            )
 
     def _measured_at(self, share: float) -> Measurement:
         assert self._kept is not None
@@ -141,12 +156,40 @@ class StepControl(TrainerCallback):
         return getattr(optimizer, "optimizer", optimizer)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for group in self._optimizer().param_groups if group["params"]]
+        """Those that hold parameters; DeepSpeed has dropped others, and ZeRO-3 says of none what it holds."""
+        deepspeed = self._trainer.is_deepspeed_enabled
+        return [group for group in self._optimizer().param_groups if group["params"] or deepspeed]
+
+    def _begin(self) -> None:
+        """What is left to do before a step that has a target: its learning rates, and a way back."""
+        if self.size is None:
+            return
+        self._rates = [(group, group["lr"]) for group in self._groups()]
+        for group, rate in self._rates:
+            group["lr"] = rate * self._factor
+        if self._kept is None:
+            self._kept = self._weights()
+        self._kept.keep()
+
+    def _restore_rates(self) -> None:
+        """What the schedule goes on from, however the step has ended."""
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+    def _weights(self) -> "KeptWeights | AdamWSteps":
+        if self._trainer.is_deepspeed_enabled:
+            return deepspeed_weights.kept_weights(self._optimizer(), self._offload)
+        return kept_weights(self._optimizer(), self._offload)
 
     def _has_gradient(self) -> bool:
         """Whether any gradient of the step is not zero, on any rank."""
+        if self._trainer.is_deepspeed_enabled:  # which has done away with it
+            return self._trainer.model_wrapped.get_global_grad_norm() != 0
         gradients = [local(p.grad) for p in trained(self._optimizer()) if p.grad is not None]
-        found = any(bool((gradient != 0).any()) for gradient in gradients)
+        return self._on_any_rank(any(bool((gradient != 0).any()) for gradient in gradients))
+
+    def _on_any_rank(self, found: bool) -> bool:
         accelerator = self._trainer.accelerator
         return bool(accelerator.reduce(torch.tensor([found], device=accelerator.device).int(), reduction="sum").item())
 

@@ -64,6 +64,7 @@ class StepSize:
         level (`float`, *optional*): estimate of `log kl` at a rate of 1; `None` before anything was measured.
         variance (`float`): of the level.
         lost (`int`): how many steps in a row were taken back wholly.
+        held (`float`): the rate of the last step that was kept, or its share, less a factor for each that was lost.
     """
 
     target: float
@@ -71,6 +72,7 @@ class StepSize:
     level: float | None = None
     variance: float = 0.0
     lost: int = 0
+    held: float = 0.0
 
     def measured(self, measurement: Measurement, kept: float = 1.0, schedule: float = 1.0) -> None:
         """
@@ -96,7 +98,9 @@ class StepSize:
         wanted = (math.log(self.target) - self.level) / 2
         most = math.log(LARGEST_CHANGE)
         self.rate = math.exp(made + min(most, max(-most, wanted - made)))
-        self.lost = 0
+        if self.lost:  # this step was one for caution's sake, and need not be the measure of the next
+            self.rate = max(self.rate, min(math.exp(wanted), self.held))
+        self.lost, self.held = 0, math.exp(made)
 
     def too_small(self) -> None:
         """A gradient did not move the policy by anything that could be measured."""
@@ -106,6 +110,7 @@ class StepSize:
     def taken_back(self, kept: float) -> None:
         """Not even the share `kept` of the step could be kept."""
         self.rate *= kept / LARGEST_CHANGE
+        self.held /= LARGEST_CHANGE
         self.lost += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import inspect
 import math
 import os
 import textwrap
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import checkpoints, liger, model_card, reference, resuming, reward_functions, trl_seam
+from . import (
+    checkpoints,
+    deepspeed_weights,
+    liger,
+    model_card,
+    optimizers,
+    reference,
+    resuming,
+    reward_functions,
+    trl_seam,
+)
 from .behaviour import drift_sums
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
@@ -186,11 +197,11 @@ class ISOPOTrainer(GRPOTrainer):
         self.step_control: StepControl | None = None
         if args.measures_steps:
             if self.is_deepspeed_enabled:
-                settings = ", ".join(args.given("target_kl", "behaviour_kl", "log_step_kl"))
-                raise ValueError(
-                    f"{settings} is not supported under DeepSpeed, which makes its step inside the backward pass, on "
-                    "copies of the weights that cannot be moved from outside: use DDP or FSDP2, or leave it out."
-                )
+                config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+                given = ", ".join(args.given("target_kl", "behaviour_kl", "log_step_kl"))
+                deepspeed_weights.check_settings(config, given, args.target_kl is not None)
+            if self.optimizer is not None:
+                optimizers.check(self.optimizer, args.target_kl)
             self.step_control = StepControl(self)
             self.add_callback(self.step_control)
 
@@ -209,13 +220,17 @@ class ISOPOTrainer(GRPOTrainer):
         if checkpoint is not None:
             self._load_state(checkpoint)
         with resuming.past_epochs(self, checkpoint):
-            return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
+            try:
+                return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
+            except BaseException:
+                self._forget_step()  # of which nothing may be left, learning rates included
+                raise
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         skipping, accelerator = self.skipping, self.accelerator
         skips = trl_seam.intercepted(accelerator, "backward", skipping.backward) if skipping else nullcontext()
         try:
-            with skips, before_step(model, self._close_step) if self.is_deepspeed_enabled else nullcontext():
+            with skips, self._around_deepspeed(model) if self.is_deepspeed_enabled else nullcontext():
                 loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self._forget_step()
@@ -227,6 +242,20 @@ class ISOPOTrainer(GRPOTrainer):
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
         return loss
+
+    @contextmanager
+    def _around_deepspeed(self, engine: Any) -> Iterator[None]:
+        """Context for the backward pass in which DeepSpeed makes its step."""
+        control = self.step_control
+
+        def before() -> None:
+            self._close_step()
+            if control is not None and self.accelerator.sync_gradients:
+                control.prepare()
+
+        stepping = nullcontext() if control is None else trl_seam.intercepted(engine.optimizer, "step", control.step)
+        with before_step(engine, before), stepping:
+            yield
 
     def _forget_step(self) -> None:
         """Forget the optimizer step under way."""

@@ -151,3 +151,10 @@ def test_the_bound_is_derived_from_the_target_and_is_there_for_stale_data_alone(
     assert bound(target_kl=1e-3, gradient_accumulation_steps=2, steps_per_generation=4) == DEFAULT * 1e-3
     with pytest.raises(ValueError, match="behaviour_kl=0.0 is a bound"):
         bound(behaviour_kl=0.0)
+    with pytest.raises(ValueError, match="completions serve for one step: raise num_iterations"):
+        bound(behaviour_kl=0.5, gradient_accumulation_steps=4)
+
+
+def test_a_bound_that_is_infinite_measures_nothing(tmp_path):
+    args = ISOPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_iterations=2, behaviour_kl=math.inf)
+    assert not args.measures_steps

@@ -455,7 +455,8 @@ COMMAND = (
     "--fisher_steps 2 --group_microbatches --skip_zero_advantage --scale paper "
     "--beta 0.05 --kl_in_reward True --loss_type grpo --token_weights kpo --kpo_initial_variance 0.5 "
     "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01 "
-    "--target_kl 1e-4 --log_step_kl --step_kl_share 0.5 --behaviour_kl 0.01 --target_kl_offload True"
+    "--target_kl 1e-4 --log_step_kl --step_kl_share 0.5 --behaviour_kl 0.01 --target_kl_offload True "
+    "--num_iterations 2"
 )
 
 

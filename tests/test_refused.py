@@ -14,11 +14,10 @@ from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 
 import isopo_trl
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, deepspeed_weights
 from isopo_trl.token_weights import ratio_loss, refusals
 from tests import tiny, training
 from tests.test_docs import table
-from tests.test_step_control import UnderDeepSpeed
 
 
 ROWS = [row[0] for row in table("from_grpo.md", "What stays refused")]
@@ -85,8 +84,8 @@ def with_a_split_convolution(model):
     model.model.norm[1].weight.ds_id = 0  # as DeepSpeed marks what it has split
 
 
-def measured_under_deepspeed(**settings):
-    return lambda folder: training.build(folder, "qwen3", UnderDeepSpeed, **settings)
+def under_deepspeed(**settings):
+    return lambda folder: deepspeed_weights.check_settings({"zero_optimization": settings}, "target_kl", True)
 
 
 def compiled_by_accelerate(folder):
@@ -97,10 +96,13 @@ def compiled_by_accelerate(folder):
 
 # What a row in words stands for: all of these are refused
 WORDS = {
-    "`target_kl` (or `behaviour_kl`, `log_step_kl`) under DeepSpeed": [
-        measured_under_deepspeed(target_kl=1e-4),
-        measured_under_deepspeed(behaviour_kl=1e-3),
-        measured_under_deepspeed(log_step_kl=True),
+    "`target_kl` under DeepSpeed with NVMe, partial or super offload, ZenFlow, hpZ, or a scheduler of its own": [
+        under_deepspeed(offload_optimizer={"device": "nvme"}),
+        under_deepspeed(offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        under_deepspeed(offload_optimizer={"device": "cpu", "super_offload": True}),
+        under_deepspeed(zenflow={}),
+        under_deepspeed(zero_hpz_partition_size=8),
+        lambda folder: deepspeed_weights.check_settings({"scheduler": {"type": "WarmupLR"}}, "target_kl", True),
     ],
     "`beta` with a `peft_config` of PiSSA, OLoRA, CorDA, LoftQ or LoRA-GA": [
         trained(peft=LoraConfig(r=2, init_lora_weights=name, target_modules=["q_proj"]), beta=0.1)
@@ -180,7 +182,6 @@ OF_ROWS = [
     "off_policy_mask_threshold",
     "virtual tokens",
     "a part of the weights",
-    "is not supported under DeepSpeed",
     "acts on even without an advantage",
     "go back through the model twice",
     "one advantage per sequence",

@@ -7,9 +7,11 @@ import torch
 from peft import LoraConfig
 from transformers import Adafactor, TrainerCallback
 from transformers.optimization import AdafactorSchedule
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
-from isopo_trl.step_control import PATIENCE, REFUSED
+from isopo_trl.optimizers import REFUSED, UNMEASURED
+from isopo_trl.step_control import PATIENCE
 from tests import tiny, training
 
 
@@ -109,8 +111,13 @@ def test_a_schedule_multiplies_the_target(tmp_path):
         assert line["step/kl"] <= step_size.OVERSHOOT * TARGET * factor
 
 
-def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path):
+@pytest.mark.parametrize("weights", ["copied", "undone", "lora"])
+def test_a_resumed_run_goes_on_with_the_same_numbers(weights, tmp_path, monkeypatch):
     settings = {**SETTINGS, "learning_rate": 0.05, "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    if weights == "undone":
+        monkeypatch.setattr(kept_weights, "SMALL", 0)
+    if weights == "lora":
+        settings["options"] = {"peft_config": LoraConfig(r=2, target_modules="all-linear")}
     whole = training.build(tmp_path / "run", "qwen3", **settings)
     expected = steps(whole)
     again = training.build(tmp_path / "run", "qwen3", **settings)
@@ -148,11 +155,84 @@ def test_steps_that_cannot_be_measured_are_taken_back_wholly_and_end_the_run_aft
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+class DestructiveOnce(torch.optim.AdamW):
+    """Leaves nothing of the weights in its second step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    group["params"][0].fill_(torch.nan)
+
+
+def test_a_run_goes_on_from_the_weights_before_a_step_that_could_not_be_measured(tmp_path):
+    model, weights = tiny.model("qwen3"), []
+
+    class Noting(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    options = {"optimizers": (DestructiveOnce(model.parameters(), lr=1e-3), None), "callbacks": [Noting()]}
+    lines = steps(training.build(tmp_path, model, max_steps=4, options=options, **SETTINGS))
+    assert [line["step/kept"] == 0 for line in lines] == [False, True, False, False]
+    assert lines[1]["step/kl"] == 0
+    assert all(torch.equal(p, weights[0][name]) for name, p in weights[1].items())
+    # After a step for caution's sake the rate is about what it was
+    assert lines[2]["step/learning_rate"] < 1e-4 * lines[0]["step/learning_rate"]
+    assert lines[3]["step/learning_rate"] > 0.1 * lines[0]["step/learning_rate"]
+
+
+def test_weights_that_cannot_be_computed_back_end_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_weights, "SMALL", 0)
+    model = tiny.model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    @optimizer.register_step_post_hook
+    def destroy(*_):
+        with torch.no_grad():
+            model.model.norm.weight.fill_(torch.inf)
+
+    options = {"optimizers": (optimizer, None)}
+    with pytest.raises(FloatingPointError, match="target_kl_offload=True"):
+        training.build(tmp_path, model, options=options, **SETTINGS).train()
+
+
+class Failing(torch.optim.AdamW):
+    """Its second step fails half-way."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def test_a_step_that_fails_leaves_the_learning_rates_of_the_schedule(tmp_path):
+    model = tiny.model("qwen3")
+    optimizer = Failing(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    options = {"optimizers": (optimizer, schedule)}
+    trainer = training.build(tmp_path, model, options=options, **SETTINGS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert trainer.step_control.size.rate != 1
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05]
+
+
 def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises_the_rate(tmp_path):
     settings = {**SETTINGS, "optim": "sgd", "max_steps": 2}
-    same = training.build(tmp_path, "qwen3", reward=lambda completions, **_: [1.0] * len(completions), **settings)
-    same.train()
-    assert same.step_control.size.rate == 1
+    for skip in (False, True):
+        same = training.build(
+            tmp_path,
+            "qwen3",
+            reward=lambda completions, **_: [1.0] * len(completions),
+            skip_zero_advantage=skip,
+            **settings,
+        )
+        lines = steps(same)
+        assert same.step_control.size.rate == 1 and all(line["step/kl"] == 0 for line in lines)
     small = training.build(tmp_path, "qwen3", **{**settings, "learning_rate": 1e-20})
     small.train()
     assert small.step_control.size.rate == step_size.LARGEST_CHANGE**2
@@ -161,8 +241,9 @@ def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises
 def run(tmp_path, **settings):
     lora = LoraConfig(r=2, target_modules="all-linear")
     options = {"peft_config": lora} if settings.pop("lora", False) else {}
+    family = settings.pop("family", "qwen3")
     trainer = training.build(
-        tmp_path, "qwen3", options=options, **{**SETTINGS, "max_steps": 2, "learning_rate": 0.05, **settings}
+        tmp_path, family, options=options, **{**SETTINGS, "max_steps": 2, "learning_rate": 0.05, **settings}
     )
     lines = steps(trainer)
     assert lines[0]["step/kept"] < 1
@@ -176,6 +257,9 @@ def run(tmp_path, **settings):
         {"rule": "none", "token_weights": "kpo", "optim": "adafactor"},
         {"rule": "fig4", "lora": True, "gradient_accumulation_steps": 2, "step_kl_share": 1 / 3},
         {"loss_type": "cispo", "epsilon_high": 5.0, "entropy_coef": 0.01},
+        {"fisher_scope": "step", "token_weights": "p3o", "num_iterations": 2, "family": "qwen3_moe"},
+        {"rule": "interacting", "group_microbatches": True, "gradient_accumulation_steps": 2},
+        {"skip_zero_advantage": True, "fisher_scope": "step", "gradient_accumulation_steps": 2},
     ],
     ids=str,
 )
@@ -192,27 +276,40 @@ def test_every_combination_has_steps_of_that_length(rule, weights, loss_type, lo
     run(tmp_path, rule=rule, token_weights=weights, loss_type=loss_type, lora=lora, num_iterations=2)
 
 
-def test_an_optimizer_that_chooses_its_own_rate_is_refused(tmp_path):
+def test_an_optimizer_that_chooses_its_own_rate_is_refused_at_construction(tmp_path):
     model = tiny.model("qwen3")
     optimizer = Adafactor(model.parameters(), relative_step=True)
     options = {"optimizers": (optimizer, AdafactorSchedule(optimizer))}
     with pytest.raises(ValueError, match="Adafactor has none, or chooses its own"):
+        training.build(tmp_path, model, options=options, **SETTINGS)
+
+
+class WithMasters(torch.optim.SGD):
+    """Goes on from weights of its own."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["master_param"] = p.detach().clone()
+
+
+class LayerByLayer(ISOPOTrainer):
+    """Makes an optimizer of its own, as a subclass may."""
+
+    def create_optimizer(self, model=None):
+        self.optimizer = LayerWiseDummyOptimizer()
+        return self.optimizer
+
+
+def test_optimizers_that_a_trainer_finds_in_a_run_are_refused_as_well(tmp_path):
+    model = tiny.model("qwen3")
+    options = {"optimizers": (WithMasters(model.parameters(), lr=0.1), None)}
+    with pytest.raises(ValueError, match="WithMasters as it is set: it keeps a copy .*'master_param' in its state"):
         training.build(tmp_path, model, options=options, **SETTINGS).train()
-
-
-class UnderDeepSpeed(ISOPOTrainer):
-    """As far as it knows."""
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        self.is_deepspeed_enabled = True
-
-
-@pytest.mark.parametrize("settings", [{"target_kl": 0.01}, {"log_step_kl": True}, {"behaviour_kl": 0.1}], ids=str)
-def test_deepspeed_is_refused(settings, tmp_path):
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError, match=f"{name}={value} is not supported under DeepSpeed"):
-        training.build(tmp_path, "qwen3", UnderDeepSpeed, **settings)
+    trainer = training.build(tmp_path, "qwen3", LayerByLayer, log_step_kl=True)
+    with pytest.raises(ValueError, match="The steps of LayerWiseDummyOptimizer cannot be measured"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -225,6 +322,7 @@ def test_deepspeed_is_refused(settings, tmp_path):
         ({"target_kl": 0.01, "learning_rate": 0.0}, "learning rate, which is 0"),
         ({"target_kl": "small"}, "target_kl='small' is of type str"),
         *(({"target_kl": 0.01, "optim": name}, f"does not work with optim='{name}'") for name in REFUSED),
+        *(({"log_step_kl": True, "optim": name}, "log_step_kl=True does not work with") for name in UNMEASURED),
     ],
     ids=str,
 )

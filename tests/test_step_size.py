@@ -98,6 +98,24 @@ def test_what_stays_too_long_is_given_up_after_a_stated_number_of_measurements()
     assert size.rate == pytest.approx(tried / LARGEST_CHANGE) and size.lost == 1
 
 
+def test_after_a_step_that_was_lost_and_a_cautious_one_the_rate_is_near_what_it_was():
+    size = StepSize(target=1e-3)
+    for _ in range(5):
+        size.measured(Measurement(10 * size.rate**2, 0.0))
+    before = size.rate
+    for lost in (1, 2):
+        size.taken_back(1e-5)
+        assert size.rate < 1e-5 * before
+        size.measured(Measurement(10 * size.rate**2, 0.0))
+        assert size.rate == pytest.approx(before / LARGEST_CHANGE, rel=1e-3), lost
+        for _ in range(2):
+            size.measured(Measurement(10 * size.rate**2, 0.0))
+    # Where the cautious step tells that the rate was too large, it is not taken up again
+    size.taken_back(1e-5)
+    size.measured(Measurement(1e7 * size.rate**2, 0.0))
+    assert size.rate < 1e-2 * before
+
+
 def test_the_state_is_all_there_is_but_the_target():
     size = StepSize(target=1e-3)
     for kl in (1e-2, 3e-3, 5e-4):

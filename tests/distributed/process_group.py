@@ -40,7 +40,8 @@ def launch(*groups):
         for port in [free_port()]
         for rank in range(world)
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, str(Path(__file__).with_name("launcher.py")), json.dumps(ranks)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

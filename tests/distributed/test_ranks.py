@@ -21,13 +21,22 @@ RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
 RUNS += ["skipped-none-full", "skipped-euclidean-lora", "skippedfsdp-euclidean-full"]
 RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
-RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "step-fig4-full", "steptrainer-fisher-full"]
+RUNS += [
+    "target-fisher-full",
+    "targetfsdp-fisher-full",
+    "undone-fisher-full",
+    "step-fig4-full",
+    "steptrainer-fisher-full",
+]
 SLOW = ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
 SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:
-    SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full"]
+    SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full", "target0-fisher-full", "target1-fisher-lora"]
+    SLOW += ["target3-fisher-lora", "scheduled2-fisher-full", "scheduled3-fisher-full"]
+    SLOW += ["resumedtarget2-fisher-full", "resumedtarget3-fisher-full"]
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
-    RUNS += ["skipped2-none-full", "skipped3-none-full"]
+    RUNS += ["skipped2-none-full", "skipped3-none-full", "target2-fisher-full", "target3-fisher-full"]
+    RUNS += ["refused-fisher-full"]
     # After a run under ZeRO-3, which leaves a function of its own in the place of PyTorch's
     RUNS += ["zero2-fisher-experts", "zero2-fisher-expertslora", "zero2-fisher-dora", "zero3-fisher-experts"]
 
@@ -95,10 +104,9 @@ def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_pat
     assert_same(one, *two, 1e-5)
 
 
-@pytest.mark.parametrize("mode", ["target", "targetfsdp"])
-def test_ranks_make_steps_of_one_length(mode, results, tmp_path):
-    """Each of them sees half of the sequences that a step is measured by."""
-    one, two = worker.run(tmp_path, "target", "fisher", "full"), ranks(results, f"{mode}-fisher-full")
+def assert_steps_of_one_length(two, weights, tmp_path, alone="target"):
+    """Each rank sees half of the sequences that a step is measured by."""
+    one = worker.run(tmp_path, alone, "fisher", weights)
     assert one["logs"][0]["step/kept"] < 0.1 and one["logs"][1]["step/kept"] != one["logs"][0]["step/kept"]
     assert_same(one, *two, 1e-4)  # what a step is multiplied by has the rounding of its measurement
     for left, right in zip(one["logs"], two[0]["logs"], strict=True):
@@ -106,6 +114,46 @@ def test_ranks_make_steps_of_one_length(mode, results, tmp_path):
         assert len(names) == 4
         for name in names:
             assert left[name] == pytest.approx(right[name], rel=1e-3), name
+    return one
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("target")])
+def test_ranks_make_steps_of_one_length(name, results, tmp_path):
+    assert_steps_of_one_length(ranks(results, name), "full", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("scheduled")])
+def test_a_schedule_goes_on_from_its_own_rates_where_deepspeed_makes_its_step(name, slow_results, tmp_path):
+    one = assert_steps_of_one_length(ranks(slow_results, name), "full", tmp_path, alone="scheduled")
+    assert one["logs"][0]["step/kl"] > 3 * one["logs"][2]["step/kl"]  # a third of the target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("resumedtarget")])
+def test_runs_with_a_target_resume_with_the_same_numbers_under_deepspeed(name, slow_results):
+    two = ranks(slow_results, name)
+    assert [line["step/stopped_early"] for line in two[0]["logs"]] == [0, 0, 1]  # in the middle of a generation
+    assert_unbroken(two)
+
+
+def test_shards_are_taken_back_by_the_moments_of_adamw_as_from_a_copy(results, tmp_path):
+    two = ranks(results, "undone-fisher-full")
+    assert two[0]["wrapped"].startswith("FSDP") and two[0]["bytes_kept"] == two[1]["bytes_kept"] == 0
+    one = assert_steps_of_one_length(two, "full", tmp_path, alone="kept")
+    assert one["bytes_kept"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("target")])
+def test_every_stage_of_zero_makes_steps_of_one_length(name, slow_results, tmp_path):
+    assert_steps_of_one_length(ranks(slow_results, name), name.split("-")[-1], tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_settings_of_deepspeed_that_have_no_steps_of_a_given_length_are_refused_at_construction(results):
+    for result in ranks(results, "refused-fisher-full"):
+        assert "target_kl=0.001 does not work with 'scheduler'" in result["said"]
 
 
 # Under `fisher_scope="step"`
@@ -156,7 +204,7 @@ def test_ddp_trains_to_the_weights_of_one_rank_with_the_rows_of_the_step(results
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SLOW if not name.startswith("step-")])
+@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("step") and "step-" not in name])
 def test_all_engines_train_to_the_weights_of_one_rank_with_the_rows_of_the_step(name, slow_results, tmp_path):
     mode, rule, weights = name.split("-")
     alone = "steploop" if "fsdp" in mode else "steptrainer"
@@ -179,7 +227,11 @@ def test_deepspeed_trains_to_the_weights_of_one_rank(mode, weights, results, tmp
 
 
 def test_ranks_that_resume_inside_a_generation_end_with_the_weights_of_an_unbroken_run(results):
-    first, second = ranks(results, "resumed-fisher-full")
+    assert_unbroken(ranks(results, "resumed-fisher-full"))
+
+
+def assert_unbroken(two):
+    first, second = two
     for name, expected in first["whole"].items():
         assert torch.equal(first["weights"][name], expected), name
         assert torch.equal(second["weights"][name], expected), name

@@ -1,8 +1,9 @@
 """Run by a launcher on one or two ranks: train on batches made by hand and write what came out.
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
-skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, and the
-weights full, lora or dora, or those of a mixture of experts, experts or expertslora
+skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, target0 to
+target3, scheduled, scheduled2, scheduled3, resumedtarget2, resumedtarget3, refused, kept, undone, and the weights
+full, lora or dora, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -10,8 +11,13 @@ under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the l
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
 microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
 leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In
-`target` steps have a length to keep to, and the first is far too long. `steptrainer`, `stepzero2`, `steploop`,
-`stepfsdp2` are the same with `fisher_scope="step"`; `step` is a loop in float64, for the oracle.
+`target` steps have a length to keep to, and the first is far too long; `targetfsdp` under FSDP2, `target0` and so on
+under DeepSpeed; `scheduled` is the same with a schedule, and `scheduled2` and `scheduled3` with an optimizer of
+DeepSpeed's, which makes the schedule's step as well; `resumedtarget2` and `resumedtarget3` are resumed under it;
+`refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
+AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments. In
+`steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is
+a loop in float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
 """
 
@@ -25,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, kept_weights
 from isopo_trl.geometry.reservoir import content_keys
 from tests import oracle, tiny
 from tests import test_step_scope as step_scope
@@ -87,17 +93,19 @@ class ShardsByHand(ByHand, Sharded):
     """Given microbatches under FSDP2."""
 
 
-def deepspeed_config(stage, accumulation):
+def deepspeed_config(stage, accumulation, **more):
     return {
-        "zero_optimization": {"stage": stage},
+        # Without which all weights of a tiny model would stay gathered
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
+        **more,
     }
 
 
-def trainer(output, rule, weights, stage=None, kind=ByHand, **settings):
+def trainer(output, rule, weights, stage=None, kind=ByHand, deepspeed=(), **settings):
     settings = {"gradient_accumulation_steps": 2 // WORLD, "max_steps": STEPS, "optim": "sgd", **settings}
     accumulation = settings["gradient_accumulation_steps"]
     args = ISOPOConfig(
@@ -106,17 +114,15 @@ def trainer(output, rule, weights, stage=None, kind=ByHand, **settings):
         fisher_samples=9,
         use_cpu=not torch.cuda.is_available(),
         ddp_backend=None if WORLD == 1 or torch.cuda.is_available() else "gloo",
-        bf16=False,
         report_to=[],
         per_device_train_batch_size=4,
         num_generations=4,
         max_completion_length=8,
-        lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="steps" if "save_steps" in settings else "no",
         router_aux_loss_coef=0.0,
-        deepspeed=None if stage is None else deepspeed_config(stage, accumulation),
-        **{"learning_rate": 0.05, **settings},
+        deepspeed=None if stage is None else deepspeed_config(stage, accumulation, **dict(deepspeed)),
+        **{"learning_rate": 0.05, "lr_scheduler_type": "constant", "bf16": False, **settings},
     )
     return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())
 
@@ -125,18 +131,23 @@ def train(output, rule, weights, stage=None, **settings):
     run = trainer(output, rule, weights, stage, **settings)
     run.train()
     logs = [log for log in run.state.log_history if "loss" in log]
-    return run.model, run.isopo, {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
+    result = {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
+    if run.step_control is not None:
+        result["bytes_kept"] = run.step_control._kept.bytes
+    return run.model, run.isopo, result
 
 
-def resumed(output, rule, weights):
+def resumed(output, rule, weights, stage=None, **more):
     """The weights of a run that was resumed between two uses of its completions, and of one that was not."""
-    settings = {"kind": ISOPOTrainer, "num_iterations": 2, "save_steps": 1}
-    whole = trainer(output, rule, weights, **settings)
+    settings = {"kind": ISOPOTrainer, "num_iterations": 2, "save_steps": 1, **more}
+    output = f"{output}.{stage}"
+    whole = trainer(output, rule, weights, stage, **settings)
     whole.train()
     torch.distributed.barrier()  # the checkpoint is the other rank's, too
-    run = trainer(output, rule, weights, **settings)
+    run = trainer(output, rule, weights, stage, **settings)
     run.train(resume_from_checkpoint=f"{output}.trainer/checkpoint-1")
-    return {"weights": full_weights(run.model), "whole": full_weights(whole.model)}
+    lines = [line for line in whole.state.log_history if "loss" in line]
+    return {"weights": full_weights(run.model), "whole": full_weights(whole.model), "logs": lines}
 
 
 def grouped(output, rule, weights):
@@ -237,6 +248,16 @@ def overflow(output, rule, weights, under):
     return {"said": said, "step": run.state.global_step, "before": kept.weights, "weights": full_weights(run.model)}
 
 
+def refused(output, rule, weights):
+    """What the trainer says, when it is made, to a target for steps beside a scheduler of DeepSpeed's own."""
+    scheduler = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}
+    try:
+        trainer(output, rule, weights, 2, deepspeed=scheduler, target_kl=1e-3)
+    except ValueError as error:
+        return {"said": str(error)}
+    return {"said": None}
+
+
 def loop(output, rule, weights, shard, **settings):
     if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
         torch.distributed.init_process_group("gloo")
@@ -308,16 +329,38 @@ def run(output, mode, rule, weights):
     mode = mode.removeprefix("step")
     if mode == "resumed":
         return resumed(output, rule, weights)
+    if mode.startswith("resumedtarget"):
+        length = {"target_kl": 1e-3, "behaviour_kl": 1.1e-3, "step_kl_share": 1.0, "learning_rate": 1.0}
+        return resumed(output, rule, weights, int(mode[-1]), **length)
     if mode == "grouped":
         return grouped(output, rule, weights)
     if mode.startswith("skipped"):
         return skipped(output, rule, weights, mode.removeprefix("skipped"))
     if mode.startswith("overflow"):
         return overflow(output, rule, weights, mode.removeprefix("overflow"))
+    if mode == "refused":
+        return refused(output, rule, weights)
     if mode.startswith("target"):
-        kind = ShardsByHand if mode == "targetfsdp" else ByHand
+        under = mode.removeprefix("target")
+        kind, stage = ShardsByHand if under == "fsdp" else ByHand, int(under) if under.isdigit() else None
         settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "learning_rate": 10.0}
-        model, isopo, result = train(output, rule, weights, kind=kind, **settings)
+        model, isopo, result = train(output, rule, weights, stage, kind=kind, **settings)
+    elif mode.startswith("scheduled"):
+        settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "learning_rate": 0.5}
+        settings |= {"lr_scheduler_type": "linear"}
+        under = mode.removeprefix("scheduled")
+        own = {"torch_adam": True, "lr": 0.5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+        deepspeed = {"optimizer": {"type": "AdamW", "params": own}}
+        model, isopo, result = train(
+            output, rule, weights, int(under) if under else None, deepspeed=deepspeed, **settings
+        )
+    elif mode in ("kept", "undone"):
+        settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "weight_decay": 0.3}
+        settings |= {"learning_rate": 0.3, "adam_epsilon": 1e-4}
+        with MonkeyPatch.context() as patch:
+            if mode == "undone":
+                patch.setattr(kept_weights, "SMALL", 0)
+            model, isopo, result = train(output, rule, weights, kind=ShardsByHand if WORLD > 1 else ByHand, **settings)
     elif mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])
         model, isopo, result = train(output, rule, weights, stage, **settings)
