@@ -179,11 +179,11 @@ def main():
     for name, figures in results.items():
         figures["forwards"] = sum(forwards[name]) / len(forwards[name])
         print(f"{name:12} {row(figures)} {figures['forwards']:9.2f}")
-    if options.target_kl:
-        alone, aimed = times[options.rule], times[options.rule + TARGET]
-        costs = sorted(one / other - 1 for one, other in zip(aimed, alone, strict=True))
-        report["target_cost"] = costs
-        print(f"cost of the target, cycle by cycle: {', '.join(f'{cost:.1%}' for cost in costs)} of {options.rule}")
+    report["target_cost"] = {}
+    for rule in options.rule if options.target_kl else []:
+        costs = sorted(aimed / alone - 1 for aimed, alone in zip(times[rule + TARGET], times[rule], strict=True))
+        report["target_cost"][rule] = costs
+        print(f"cost of the target, cycle by cycle: {', '.join(f'{cost:.1%}' for cost in costs)} of {rule}")
     if options.output:
         with open(options.output, "w") as file:
             json.dump(report, file, indent=2)

@@ -39,7 +39,6 @@ SHAPES = {
     "8b": (4096, 12288, 36, 32, 8, 151936),
     "14b": (5120, 17408, 40, 40, 8, 151936),
     "8b-6layers": (4096, 12288, 6, 32, 8, 151936),
-    "8b": (4096, 12288, 36, 32, 8, 151936),
     "30b-a3b-6layers": (2048, 768, 6, 32, 4, 151936),
 }
 TIED = ("0.6b", "1.7b", "4b")  # with one weight for embedding and head, whatever number of layers is named behind
