@@ -806,19 +806,18 @@ def test_picture_and_formulas_are_there(browser, address):
 def test_navigation_is_clicked_through(browser, address):
     selector = ".md-nav--primary > .md-nav__list > .md-nav__item > a.md-nav__link"
     browser.get(f"{address}/index.html")
-    count = len(elements(browser, selector))
-    assert count > len(DOCS)  # and the changelog
+    targets = [link.get_attribute("href").split("#")[0] for link in elements(browser, selector)]
+    assert len(set(targets)) == len(targets) > len(DOCS)  # and the changelog
     seen = []
-    for number in range(count):
-        link = elements(browser, selector)[number]
-        target = link.get_attribute("href")
-        link.click()
-        wait_for(browser, lambda browser, target=target: browser.current_url.split("#")[0] == target.split("#")[0])
+    for number in range(1, len(targets), 5):  # each of them has been loaded, and looked at, above
+        elements(browser, selector)[number].click()
+        wait_for(browser, lambda browser, number=number: browser.current_url.split("#")[0] == targets[number])
         wait_for(browser, lambda browser: heading(browser))
         seen.append(heading(browser))
-    assert len(set(seen)) == count
+    assert len(set(seen)) == len(seen) > 3
     elements(browser, "a.md-footer__link--prev")[0].click()
-    wait_for(browser, lambda browser: heading(browser) == seen[-2])
+    wait_for(browser, lambda browser: browser.current_url.split("#")[0] == targets[number - 1])
+    assert heading(browser) not in seen
     assert_nothing_went_wrong(browser, address)
 
 

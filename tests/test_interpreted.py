@@ -41,7 +41,6 @@ ORACLE = {
         "qwen3-full-fisher",  # norms of heads
         "gemma3-full-fig4",  # norms of another flavour, a soft cap
         "gemma3-full-none",
-        "gemma3-lora-fisher",
         "gpt2-full-fisher",  # Conv1D, biases, LayerNorm
     ],
     "test_every_strategy_gives_the_same_gradient": [
@@ -52,7 +51,6 @@ ORACLE = {
     "test_gradient_checkpointing_changes_nothing": ["False-full-fisher"],
     "test_tied_embedding_and_head_are_two_uses": ["llama-euclidean"],
     "test_degenerate_microbatches": ["fig4-empty completion and zero advantage"],
-    "test_running_means_over_microbatches_and_steps": ["interacting"],
     "test_packed_sequences_give_the_same_gradient_as_padded_ones": ["fisher"],
 }
 EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["gpt_oss-fig4"]}  # with biases
@@ -82,8 +80,9 @@ PARTS = {
 # No kernel that the others do not reach: other rules on the same layers
 MORE = {
     "test_oracle": {
-        "test_gradient_is_the_definition": ["qwen3-lora-interacting"],
+        "test_gradient_is_the_definition": ["gemma3-lora-fisher", "qwen3-lora-interacting"],
         "test_every_strategy_gives_the_same_gradient": ["qwen2-fig4-blocks"],
+        "test_running_means_over_microbatches_and_steps": ["interacting"],
     },
     "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-fig4"]},
 }
@@ -116,7 +115,7 @@ def run_interpreted(*tests):
 def test_interpreted_kernels_agree_with_plain_pytorch_and_with_the_definition():
     """In one process, since another would import everything again."""
     of_models = [*nodes(PARTS), "tests/rules/test_own_rule.py::test_the_kernels_leave_it_to_pytorch"]
-    assert run_interpreted(*KERNELS, *of_models) > 400 + len(of_models)
+    assert run_interpreted(*KERNELS, *of_models) > 300 + len(of_models)
 
 
 @pytest.mark.slow

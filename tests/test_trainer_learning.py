@@ -31,7 +31,7 @@ def rewards(folder, **settings):
     return torch.tensor([line["reward"] for line in trainer.state.log_history if "reward" in line])
 
 
-@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+@pytest.mark.parametrize("rule", ["fisher", pytest.param("interacting", marks=pytest.mark.slow)])
 def test_reward_rises(rule, tmp_path):
     reward = rewards(tmp_path, rule=rule, seed=1)
     first, last = reward[:5].mean().item(), reward[-5:].mean().item()

@@ -1,6 +1,7 @@
 """The seam to TRL: what is not as expected is found at import and named; what is borrowed is given back."""
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -112,18 +113,17 @@ def test_difference_is_said_in_words(path, parameters, mentions, expected):
     assert trl_seam.difference(path, *parameters, mentions=mentions) == expected
 
 
-def test_changed_trl_is_refused_with_all_that_is_missing():
-    done = run("""
-from trl import GRPOTrainer
-import trl.trainer.utils
-del GRPOTrainer._generate_single_turn
-del trl.trainer.utils.get_config_model_id
-GRPOTrainer._calculate_rewards = lambda self, completions: None
-GRPOTrainer._compute_loss = lambda self, model, inputs: self._get_per_token_logps_and_entropies(model)
-import isopo_trl
-""")
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: TRL 1.16"), done.stderr
+def test_changed_trl_is_refused_with_all_that_is_missing(monkeypatch):
+    monkeypatch.delattr(GRPOTrainer, "_generate_single_turn")
+    monkeypatch.delattr("trl.trainer.utils.get_config_model_id")
+    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, completions: None)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, model, inputs: self._get_logps(model))
+    # What an import of the package begins with, once more
+    spec = importlib.util.spec_from_file_location(trl_seam.__name__, trl_seam.__file__)
+    with pytest.raises(ImportError) as error:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    last = str(error.value)
+    assert last.startswith("TRL 1.16")
     for part in (
         "GRPOTrainer._generate_single_turn does not exist",
         "get_config_model_id does not exist",

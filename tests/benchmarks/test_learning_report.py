@@ -1,5 +1,6 @@
 """`benchmarks/learning.py report`: what it says of made-up results, whose statistics are computed here as well."""
 
+import functools
 import itertools
 import json
 import random
@@ -27,7 +28,11 @@ def learning_report():
 @pytest.fixture
 def report(learning_report, tmp_path):
     """Writes results, makes the report, and returns the exit status and the page."""
-    docs, runs = tmp_path / "docs", tmp_path / "learning" / "runs"
+    return reporter(learning_report, tmp_path)
+
+
+def reporter(learning_report, folder):
+    docs, runs = folder / "docs", folder / "learning" / "runs"
     docs.mkdir()
     runs.mkdir(parents=True)
     page = docs / "results.md"
@@ -44,13 +49,20 @@ def report(learning_report, tmp_path):
     return make
 
 
+@functools.cache
+def settings_of_the_matrix():
+    """`{name of a run: its settings}`."""
+    from learning_matrix import Matrix, Run
+
+    return {r.name: r.settings for r in Matrix.read(MATRIX).runs({}) if isinstance(r, Run)}
+
+
 def made_up(method, rate, seed, draw, **changed):
     """A run's file, with settings as the matrix has them."""
-    from learning_matrix import Matrix, Run, run_name
+    from learning_matrix import run_name
 
     name = run_name(method, {"learning_rate": rate, "seed": seed, **changed})
-    known = {r.name: r.settings for r in Matrix.read(MATRIX).runs({}) if isinstance(r, Run)}
-    settings = known[f"{method}-lr2e-6-seed0"] | {"learning_rate": rate, "seed": seed} | changed
+    settings = settings_of_the_matrix()[f"{method}-lr2e-6-seed0"] | {"learning_rate": rate, "seed": seed} | changed
     right = [draw.random() < 0.3 for _ in range(PROBLEMS)]
     return {
         "name": name,
@@ -122,6 +134,15 @@ def many():
     return results
 
 
+@pytest.fixture(scope="module")
+def of_many(learning_report, many, tmp_path_factory):
+    """The page of `many`, and the folder that it is in."""
+    make = reporter(learning_report, tmp_path_factory.mktemp("many"))
+    status, page = make(*many)
+    assert status == 0
+    return page, make.docs
+
+
 def test_without_any_run_the_page_says_that_there_is_none(report):
     status, page = report()
     assert status == 0 and "0 of " in page and page.startswith("# By hand\n") and page.endswith("\n\nBelow.\n")
@@ -138,8 +159,8 @@ def test_one_run_is_shown_as_one(report):
     assert "grid of rates is not finished" in page and "problems alone" not in row.values()
 
 
-def test_medians_and_ranges_are_those_of_the_seeds(report, many):
-    _, page = report(*many)
+def test_medians_and_ranges_are_those_of_the_seeds(of_many, many):
+    page, _ = of_many
     rows = rows_of(page, "Methods")
     assert set(rows) == {"grpo, 2e-6", "fisher, 2e-6", "interacting, 2e-6"}  # the best of the grid, not marked
     for method in ("grpo", "fisher", "interacting"):
@@ -154,8 +175,8 @@ def test_medians_and_ranges_are_those_of_the_seeds(report, many):
         assert numbers(row["nats per point gained"])[0] == pytest.approx(np.median(prices), abs=0.0051)
 
 
-def test_differences_are_paired_by_seed_and_resampled(report, many):
-    _, page = report(*many)
+def test_differences_are_paired_by_seed_and_resampled(of_many, many):
+    page, _ = of_many
     rows = rows_of(page, "Methods")
     of = {r["name"]: r for r in many}
     for method in ("fisher", "interacting"):
@@ -192,8 +213,8 @@ def test_divergence_at_equal_accuracy_is_interpolated(report):
     assert rows["fisher, 2e-6*"]["KL at 29.0 % held back"] == "4.8"
 
 
-def test_the_grid_is_shown_with_the_chosen_rate_in_bold(report, many):
-    _, page = report(*many)
+def test_the_grid_is_shown_with_the_chosen_rate_in_bold(of_many, many):
+    page, _ = of_many
     rows = rows_of(page, "Learning rates")
     of = {r["name"]: r for r in many}
     for rate in ("1e-6", "2e-6", "4e-6"):
@@ -257,10 +278,10 @@ def test_methods_are_compared_at_one_rate_until_their_grids_are_finished(report)
     assert set(re.findall(r"\| (\w+, \S+)\* \|", methods)) == {f"{method}, 2e-6" for method in rates}
 
 
-def test_figures_are_drawn_and_shown(report, many):
-    _, page = report(*many)
+def test_figures_are_drawn_and_shown(of_many):
+    page, docs = of_many
     for name in ("results_accuracy.png", "results_divergence.png"):
-        assert (report.docs / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page
+        assert (docs / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page
 
 
 def started(method, rate, seed, draw, **changed):
@@ -318,8 +339,8 @@ def test_targets_of_one_start_stand_side_by_side(report):
     assert numbers(rows["0.001"]["test accuracy"]) == [pytest.approx(100 * other["test"]["accuracy"], abs=0.051)]
 
 
-def test_the_same_results_give_the_same_page(report, many):
-    assert report(*many) == report()
+def test_the_same_results_give_the_same_page(of_many, report, many):
+    assert report(*many) == (0, of_many[0])
 
 
 def test_a_page_without_markers_is_refused(report, capsys):

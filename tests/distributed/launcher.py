@@ -5,6 +5,8 @@ launcher.py RANKS, a JSON list: environment variables of each rank, and the `arg
 A rank by itself would spend most of its time on imports.
 """
 
+import functools
+import importlib.metadata
 import json
 import os
 import runpy
@@ -29,6 +31,8 @@ if __name__ == "__main__":
         import trl.trainer.grpo_trainer  # noqa: F401
 
         import isopo_trl  # noqa: F401
+
+        importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # see `tests/conftest.py`
     method = "fork" if can_fork else "spawn"
     # Where one of them fails, the others are ended
     torch.multiprocessing.start_processes(become, (ranks,), nprocs=len(ranks), start_method=method)

@@ -40,7 +40,7 @@ def launch(*groups):
         for port in [free_port()]
         for rank in range(world)
     ]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
     command = [sys.executable, str(Path(__file__).with_name("launcher.py")), json.dumps(ranks)]
@@ -103,6 +103,7 @@ def save(result, output):
 def save_runs(run, names, output):
     """Run `run(*name.split("-"))` for each name; what came out, or the error, is in the output by name and rank."""
     torch.set_num_threads(1)
+    gc.freeze()  # what the libraries have made on import need not be looked at: it takes longer than most runs
     results = {}
     for name in names:
         try:

@@ -1,11 +1,9 @@
 """Two ranks, real processes over gloo, make the step that one rank makes."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
-from filelock import FileLock
 
 from isopo_trl import ISOPO
 from tests import test_step_scope as step_scope
@@ -16,42 +14,47 @@ from tests.distributed.process_group import launch, load_runs
 pytestmark = pytest.mark.distributed
 
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
-RUNS += ["trainer-fisher-experts", "fsdp2-fig4-experts", "fsdp2-fisher-expertslora"]
+RUNS += ["fsdp2-fig4-experts"]
 RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
-RUNS += ["skipped-none-full", "skipped-euclidean-lora", "skippedfsdp-euclidean-full"]
-RUNS += ["overflow-fisher-full", "overflow-none-lora", "overflowfsdp-fisher-full"]
-RUNS += [
-    "target-fisher-full",
-    "targetfsdp-fisher-full",
-    "undone-fisher-full",
-    "step-fig4-full",
-    "steptrainer-fisher-full",
-]
-SLOW = ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
+RUNS += ["skipped-none-full", "skippedfsdp-euclidean-full"]
+RUNS += ["overflow-fisher-full", "overflowfsdp-fisher-full"]
+RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "undone-fisher-full"]
+RUNS += ["step-fig4-full", "steptrainer-fisher-full"]
+SLOW = ["trainer-fisher-experts", "fsdp2-fisher-expertslora", "skipped-euclidean-lora", "overflow-none-lora"]
+SLOW += ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
 SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:
-    SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full", "target0-fisher-full", "target1-fisher-lora"]
-    SLOW += ["target3-fisher-lora", "scheduled2-fisher-full", "scheduled3-fisher-full"]
+    SLOW += ["target0-fisher-full", "target1-fisher-lora", "target3-fisher-lora"]
+    SLOW += ["scheduled2-fisher-full", "scheduled3-fisher-full"]
     SLOW += ["resumedtarget2-fisher-full", "resumedtarget3-fisher-full"]
     RUNS += ["zero2-fisher-full", "zero3-fisher-full", "overflow2-fisher-full", "overflow3-fisher-full"]
     RUNS += ["skipped2-none-full", "skipped3-none-full", "target2-fisher-full", "target3-fisher-full"]
     RUNS += ["refused-fisher-full"]
     # After a run under ZeRO-3, which leaves a function of its own in the place of PyTorch's
     RUNS += ["zero2-fisher-experts", "zero2-fisher-expertslora", "zero2-fisher-dora", "zero3-fisher-experts"]
+    SLOW += ["zero3-fisher-expertslora", "zero3-fisher-dora", "skipped2-euclidean-lora", "skipped3-euclidean-full"]
+    SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full", "stepzero2-fig4-lora", "stepzero3-fig4-lora"]
+    SLOW += ["stepzero2-fig4-experts", "stepzero3-fisher-experts", "stepzero2-fisher-dora"]
+
+
+def runs(*modes, names=(*RUNS, *SLOW)):
+    """The runs of these modes, as parameters; those of `SLOW` are slow."""
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in names
+        if name.partition("-")[0] in modes
+    ]
+
+
+def groups(folder):
+    return [(2, "worker.py", folder / "ranks.pt", *RUNS)]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each run left on each of two ranks; one launch for all of them, most of which is spent on imports."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which the workers share
-    output = folder / "ranks.pt"
-    with FileLock(f"{output}.lock"):
-        if not output.exists():
-            launch((2, "worker.py", output, *RUNS))
-    return load_runs(output)
+def quick_results(launched):
+    """What each run left on each of two ranks."""
+    return load_runs(launched / "ranks.pt")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,13 @@ def slow_results(tmp_path_factory):
     output = tmp_path_factory.mktemp("slow") / "ranks.pt"
     launch((2, "worker.py", output, *SLOW))
     return load_runs(output)
+
+
+@pytest.fixture
+def results(request):
+    """Those of the launch that has the run of which the test has the name."""
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    return request.getfixturevalue("slow_results" if name in SLOW else "quick_results")
 
 
 def ranks(results, name):
@@ -79,11 +89,10 @@ def assert_same(one, first, second, tolerance):
 # One rank is this process
 
 
-@pytest.mark.parametrize(
-    "rule,weights", [("fisher", "full"), ("interacting", "lora"), ("fisher", "experts"), ("fisher", "dora")]
-)
-def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
-    one, two = worker.run(tmp_path, "trainer", rule, weights), ranks(results, f"trainer-{rule}-{weights}")
+@pytest.mark.parametrize("name", runs("trainer"))
+def test_ddp_trains_to_the_weights_of_one_rank(name, results, tmp_path):
+    _, rule, weights = name.split("-")
+    one, two = worker.run(tmp_path, "trainer", rule, weights), ranks(results, name)
     assert two[0]["wrapped"] == "DistributedDataParallel"
     assert_same(one, *two, 1e-5)
     for left, right in zip(one["logs"], two[0]["logs"], strict=True):
@@ -94,12 +103,10 @@ def test_ddp_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path)
     assert one["moments"].any() == (rule == "interacting")
 
 
-@pytest.mark.parametrize(
-    "rule,weights",
-    [("fisher", "full"), ("fig4", "lora"), ("fig4", "experts"), ("fisher", "expertslora"), ("fisher", "dora")],
-)
-def test_fsdp2_trains_to_the_weights_of_one_rank(rule, weights, results, tmp_path):
-    one, two = worker.run(tmp_path, "loop", rule, weights), ranks(results, f"fsdp2-{rule}-{weights}")
+@pytest.mark.parametrize("name", runs("fsdp2"))
+def test_fsdp2_trains_to_the_weights_of_one_rank(name, results, tmp_path):
+    _, rule, weights = name.split("-")
+    one, two = worker.run(tmp_path, "loop", rule, weights), ranks(results, name)
     assert two[0]["wrapped"].startswith("FSDP")
     assert_same(one, *two, 1e-5)
 
@@ -180,50 +187,35 @@ def assert_gradients_of_the_step(two, rule, lora):
                 torch.testing.assert_close(x, one[layer][name], rtol=1e-9, atol=1e-12)
 
 
-def test_ranks_that_cut_a_step_in_their_own_ways_have_the_gradients_of_the_definition(results, monkeypatch):
+@pytest.mark.parametrize("name", runs("step"))
+def test_ranks_that_cut_a_step_in_their_own_ways_have_the_gradients_of_the_definition(name, results, monkeypatch):
+    _, rule, weights = name.split("-")
     step_scope.in_float64(monkeypatch)
-    assert_gradients_of_the_step(ranks(results, "step-fig4-full"), "fig4", False)
+    assert_gradients_of_the_step(ranks(results, name), rule, weights == "lora")
 
 
-@pytest.mark.slow
-def test_ranks_that_cut_a_step_have_the_gradients_of_the_definition_with_lora(slow_results, monkeypatch):
-    step_scope.in_float64(monkeypatch)
-    assert_gradients_of_the_step(ranks(slow_results, "step-npg-lora"), "npg", True)
-
-
-def assert_trains_as_one(two, mode, rule, weights, tmp_path, tolerance=1e-5):
-    one = worker.run(tmp_path, mode, rule, weights)
-    assert_same(one, *two, tolerance)
+@pytest.mark.parametrize("name", runs("steptrainer", "stepfsdp2", "stepzero2", "stepzero3"))
+def test_all_engines_train_to_the_weights_of_one_rank_with_the_rows_of_the_step(name, results, tmp_path):
+    mode, rule, weights = name.split("-")
+    one = worker.run(tmp_path, "steploop" if "fsdp" in mode else "steptrainer", rule, weights)
+    two = ranks(results, name)
+    assert_same(one, *two, 1e-3 if "zero" in mode else 1e-5)
     for mine, other in zip(two[0]["rows"], two[1]["rows"], strict=True):
         assert torch.equal(mine, other)
 
 
-def test_ddp_trains_to_the_weights_of_one_rank_with_the_rows_of_the_step(results, tmp_path):
-    two = ranks(results, "steptrainer-fisher-full")
-    assert_trains_as_one(two, "steptrainer", "fisher", "full", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SLOW if name.startswith("step") and "step-" not in name])
-def test_all_engines_train_to_the_weights_of_one_rank_with_the_rows_of_the_step(name, slow_results, tmp_path):
-    mode, rule, weights = name.split("-")
-    alone = "steploop" if "fsdp" in mode else "steptrainer"
-    tolerance = 1e-3 if "zero" in mode else 1e-5
-    assert_trains_as_one(ranks(slow_results, name), alone, rule, weights, tmp_path, tolerance)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize(
-    "mode,weights",
-    [
-        *[("zero2", weights) for weights in ("full", "experts", "expertslora", "dora")],
-        *[("zero3", weights) for weights in ("full", "experts")],
-    ],
-)
-def test_deepspeed_trains_to_the_weights_of_one_rank(mode, weights, results, tmp_path):
-    one, two = worker.run(tmp_path, "trainer", "fisher", weights), ranks(results, f"{mode}-fisher-{weights}")
+@pytest.mark.parametrize("name", [run for run in runs("zero2", "zero3") if run.values[0] != "zero3-fisher-dora"])
+def test_deepspeed_trains_to_the_weights_of_one_rank(name, results, tmp_path):
+    _, rule, weights = name.split("-")
+    one, two = worker.run(tmp_path, "trainer", rule, weights), ranks(results, name)
     assert two[0]["wrapped"] == "DeepSpeedEngine"
     assert_same(one, *two, 1e-3)  # DeepSpeed clips and sums in an order of its own
+
+
+@pytest.mark.parametrize("name", runs("zero3", names=[name for name in SLOW if name == "zero3-fisher-dora"]))
+def test_gradients_per_sequence_are_refused_under_zero_3(name, results):
+    for result in results[name]:
+        assert "is not whole when" in result["error"]
 
 
 def test_ranks_that_resume_inside_a_generation_end_with_the_weights_of_an_unbroken_run(results):
@@ -249,13 +241,13 @@ def test_the_completions_of_a_prompt_are_one_microbatch_of_one_rank(results):
     assert len({number for result in two for microbatch in result["prompts"][:2] for _, number in microbatch}) == 4
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("skipped")])
+@pytest.mark.parametrize("name", runs("skipped", "skippedfsdp", "skipped2", "skipped3"))
 def test_ranks_with_unequal_shares_of_advantages_make_the_step_of_one_rank(name, results, tmp_path):
     """Two microbatches of each rank are a step; all ranks make as many passes as the one with the most sequences."""
     _, rule, weights = name.split("-")
     # The whole batch without a rule; else statistics are over the sequences with an advantage, on one rank as well
     one, two = worker.skipped(tmp_path, rule, weights, skip=rule != "none"), ranks(results, name)
-    deepspeed = name[len("skipped")].isdigit()
+    deepspeed = name.startswith(("skipped2", "skipped3"))
     assert_same(one, *two, 1e-3 if deepspeed else 1e-5)
     if rule != "none":
         torch.testing.assert_close(two[0]["mean"], one["mean"], rtol=1e-4, atol=0)
@@ -265,7 +257,7 @@ def test_ranks_with_unequal_shares_of_advantages_make_the_step_of_one_rank(name,
         assert result["fractions"] == pytest.approx([8 / 16, 1, 9 / 16, 12 / 16])
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("overflow")])
+@pytest.mark.parametrize("name", runs("overflow", "overflowfsdp", "overflow2", "overflow3"))
 def test_a_gradient_that_overflows_on_one_rank_stops_all_of_them_before_the_optimizer(name, results):
     first, second = ranks(results, name)
     assert "The gradient of this step overflows" in first["said"] and "as they were" in first["said"]

@@ -1,11 +1,9 @@
 """Token weights, losses of the ratio, and terms without an advantage are the same however ranks cut the batch."""
 
 import importlib.util
-import os
 
 import pytest
 import torch
-from filelock import FileLock
 
 from tests import tiny
 from tests.distributed.process_group import launch, load_runs
@@ -18,20 +16,23 @@ RUNS = {
     "ddp-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
     "ddp-fisher-full-kpo": "ddp-fisher-full-kpo",
     "ddp-fisher-lora-sampler": "ddp-fisher-lora-sampler",
-    "fsdp2-none-full-p3o": "ddp-none-full-p3o",
     "fsdp2-fisher-full-p3o": "ddp-fisher-full-p3o",
-    "fsdp2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
-    "fsdp2-fisher-full-kpo": "ddp-fisher-full-kpo",
     "ddp-fisher-full-terms": "ddp-fisher-full-terms",
-    "ddp-none-lora-terms": "ddp-none-lora-terms",
-    "fsdp2-fisher-full-terms": "ddp-fisher-full-terms",
     "fsdp2-fisher-full-terms-silent": "ddp-fisher-full-terms-silent",
     "fsdp2-none-lora-terms": "ddp-none-lora-terms",
     "ddp-fisher-full-cispo": "ddp-fisher-full-cispo",
-    "ddp-fisher-lora-sapo": "ddp-fisher-lora-sapo",
     "fsdp2-fig4-full-vespo": "ddp-fig4-full-vespo",
     "ddp-interacting-lora-gspo": "ddp-interacting-lora-gspo",
     "shard-fisher-full-kl": "loop-fisher-full-kl",
+}
+# The same, on other weights or under the other engine
+SLOW = {
+    "fsdp2-none-full-p3o": "ddp-none-full-p3o",
+    "fsdp2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
+    "fsdp2-fisher-full-kpo": "ddp-fisher-full-kpo",
+    "ddp-none-lora-terms": "ddp-none-lora-terms",
+    "fsdp2-fisher-full-terms": "ddp-fisher-full-terms",
+    "ddp-fisher-lora-sapo": "ddp-fisher-lora-sapo",
     "shard-fisher-lora-kl": "loop-fisher-lora-kl",
 }
 ZERO = {
@@ -54,25 +55,42 @@ ACCUMULATED = {name: ZERO[name] for name in ZERO if "fisher-full" in name and no
 if importlib.util.find_spec("deepspeed") is None:
     ZERO, ACCUMULATED = {}, {}
 
+ALL = {**RUNS, **ZERO, **SLOW}
+
 pytestmark = pytest.mark.distributed
 
 
+def runs(wanted=lambda name: True):
+    """The names of runs, as parameters."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ALL if wanted(name)]
+
+
+@pytest.fixture
+def results(request):
+    """Those of the launch that has the run of which the test has the name."""
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    return request.getfixturevalue("slow_results" if name in SLOW else "quick_results")
+
+
+def groups(folder, one=None, two=(*RUNS, *ZERO)):
+    """Runs on one rank and on two; in both, the loops find the process group that a trainer leaves behind."""
+    one = one or {*RUNS.values(), *ACCUMULATED, "ddp-none-full-p3o-joined", "loop-fisher-full-none"}
+    tiny.save(folder / "reference", "qwen3", tie=True)
+    runs = {1: sorted(one), 2: two}
+    return [(ranks, "token_weights_worker.py", folder / f"token_weights-{ranks}.pt", *runs[ranks]) for ranks in runs]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each run left on each rank, of one and of two; one launch each, most of which is spent on imports."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which the workers share
-    alone = {*RUNS.values(), *ACCUMULATED, "ddp-none-full-p3o-joined", "loop-fisher-full-none"}
-    # The loops find the process group that a trainer leaves behind
-    runs = {1: sorted(alone), 2: [*RUNS, *ZERO]}
-    outputs = {ranks: folder / f"token_weights-{ranks}.pt" for ranks in runs}
-    with FileLock(folder / "token_weights.lock"):
-        if not all(output.exists() for output in outputs.values()):
-            worker = "token_weights_worker.py"
-            tiny.save(folder / "reference", "qwen3", tie=True)
-            launch(*((ranks, worker, outputs[ranks], *runs[ranks]) for ranks in runs))
-    return {ranks: load_runs(output) for ranks, output in outputs.items()}
+def quick_results(launched):
+    """What each run left on each rank, of one and of two."""
+    return {ranks: load_runs(launched / f"token_weights-{ranks}.pt") for ranks in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def slow_results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slow")
+    launch(*groups(folder, SLOW.values(), SLOW))
+    return {ranks: load_runs(folder / f"token_weights-{ranks}.pt") for ranks in (1, 2)}
 
 
 def ranks(results, world, name):
@@ -92,9 +110,9 @@ def figures(result):
     return [{name: log[name] for name in log if name.startswith("off_policy/")} for log in result["logs"]]
 
 
-@pytest.mark.parametrize("name", [*RUNS, *ZERO])
+@pytest.mark.parametrize("name", runs())
 def test_two_ranks_train_to_the_weights_of_one(name, results):
-    (one,), (first, second) = ranks(results, 1, {**RUNS, **ZERO}[name]), ranks(results, 2, name)
+    (one,), (first, second) = ranks(results, 1, ALL[name]), ranks(results, 2, name)
     wrapped = {"d": "DistributedDataParallel", "f": "FSDP", "s": "FSDP", "z": "DeepSpeedEngine"}[name[0]]
     assert first["wrapped"].startswith(wrapped)
     assert distance(one, first) < 2e-6
@@ -112,9 +130,9 @@ def test_deepspeed_accumulates_terms_as_they_are(name, results):
     assert distance(one, accumulated) < 2e-6
 
 
-@pytest.mark.parametrize("name", [name for name in [*RUNS, *ZERO] if "p3o" in name])
+@pytest.mark.parametrize("name", runs(lambda name: "p3o" in name))
 def test_ess_is_that_of_all_tokens_on_all_ranks(name, results):
-    (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
+    (one,) = ranks(results, 1, ALL[name])
     for result in ranks(results, 2, name):
         ess = [line["off_policy/ess"] for line in figures(result)]
         assert ess == pytest.approx(one["ess"], rel=1e-5) and all(0.5 < x < 0.98 for x in ess)
@@ -127,9 +145,9 @@ def test_two_microbatches_in_one_give_the_same_weights(results):
     assert ess == pytest.approx(one["ess"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in [*RUNS, *ZERO] if "terms" in name])
+@pytest.mark.parametrize("name", runs(lambda name: "terms" in name))
 def test_entropy_bonus_is_adapted_to_the_tokens_of_all_ranks(name, results):
-    (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
+    (one,) = ranks(results, 1, ALL[name])
     expected = [line["entropy_coef"] for line in one["logs"]]
     assert expected == [pytest.approx(0.2 + 0.005 * step) for step in (1, 2, 3)]
     for result in ranks(results, 2, name):
@@ -137,9 +155,9 @@ def test_entropy_bonus_is_adapted_to_the_tokens_of_all_ranks(name, results):
         assert all(line["kl"] > 0.01 for line in result["logs"])
 
 
-@pytest.mark.parametrize("name", [name for name in [*RUNS, *ZERO] if name.endswith(("cispo", "gspo", "vespo"))])
+@pytest.mark.parametrize("name", runs(lambda name: name.endswith(("cispo", "gspo", "vespo"))))
 def test_ratios_are_cut_as_on_one_rank(name, results):
-    (one,) = ranks(results, 1, {**RUNS, **ZERO}[name])
+    (one,) = ranks(results, 1, ALL[name])
     figure = {"c": "cispo_clip_ratio", "g": "clip_ratio/region_mean", "v": "vespo/phi_seq_mean"}[name.split("-")[3][0]]
     expected = [line[figure] for line in one["logs"]]
     first, second = ([line[figure] for line in result["logs"]] for result in ranks(results, 2, name))

@@ -2,16 +2,14 @@
 
 import copy
 import importlib.util
-import os
 
 import pytest
 import torch
-from filelock import FileLock
 from peft import get_peft_model
 
 from isopo_trl.validation import ValidationCallback
 from tests import tiny, training
-from tests.distributed.process_group import launch, load_runs
+from tests.distributed.process_group import load_runs
 from tests.distributed.validation_worker import KL_ROWS, ROWS, build
 
 
@@ -22,17 +20,14 @@ if importlib.util.find_spec("deepspeed") is not None:
     RUNS |= {"zero3-lora": "DeepSpeedEngine", "zero3-full": "DeepSpeedEngine"}
 
 
+def groups(folder):
+    return [(2, "validation_worker.py", folder / "validation.pt", *RUNS)]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What each run left on each of two ranks; one launch for all of them, most of which is spent on imports."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # which the workers share
-    output = folder / "validation.pt"
-    with FileLock(f"{output}.lock"):
-        if not output.exists():
-            launch((2, "validation_worker.py", output, *RUNS))
-    return load_runs(output)
+def results(launched):
+    """What each run left on each of two ranks."""
+    return load_runs(launched / "validation.pt")
 
 
 def ranks(results, run):

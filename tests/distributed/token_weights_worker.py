@@ -51,14 +51,19 @@ def scored(model, batch):
     return logps
 
 
-def off_policy(number, model):
-    """Microbatch `number`, drawn by a policy that is the given one but for noise."""
+def off_policy(number, weights):
+    """Microbatch `number`, drawn by a policy that is the one at the start but for noise."""
     # A prompt of one token has a key whose gradient is zero or rounding, and counts or does not
     batch = microbatch(number, shortest=2)
-    logps = scored(model, batch)
+    logps = scored_at_the_start(number, weights)
     noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(1000 + number))
     batch.extra["sampling_per_token_logps"] = (logps + 0.4 * noise) * batch.completion_mask
     return batch
+
+
+@functools.cache
+def scored_at_the_start(number, weights):
+    return scored(build(weights), microbatch(number, shortest=2))
 
 
 def joined(one, two):
@@ -114,7 +119,7 @@ class WithForesight(ByHand):
 
 
 def train(output, mode, rule, weights, tokens, option=None):
-    batches = [off_policy(number, build(weights)) for number in range(2 * STEPS)]
+    batches = [off_policy(number, weights) for number in range(2 * STEPS)]
     accumulation = 2 // WORLD
     if option == "joined":
         batches = [joined(*batches[number : number + 2]) for number in range(0, 2 * STEPS, 2)]
@@ -168,7 +173,7 @@ def train(output, mode, rule, weights, tokens, option=None):
 
 def loop(mode, rule, weights, term):
     model = build(weights)
-    batches = [off_policy(number, model) for number in range(2 * STEPS)]
+    batches = [off_policy(number, weights) for number in range(2 * STEPS)]
     base = model.get_base_model() if weights == "lora" else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
     isopo = ISOPO(model, rule, regularization=REGULARIZATION, fisher_samples=9)

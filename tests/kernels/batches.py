@@ -6,6 +6,7 @@ the same tests take them as they are compiled there.
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -34,6 +35,23 @@ DTYPES = [torch.float64, torch.float32] if INTERPRET else [torch.float32, torch.
 EXACT = DTYPES[0]
 # Under the interpreter the others differ by their rounding alone, and by what tests of single types look at
 EACH_DTYPE = [EXACT, *(pytest.param(dtype, marks=pytest.mark.slow) if INTERPRET else dtype for dtype in DTYPES[1:])]
+
+
+def thinned(number, *lists, names=str):
+    """
+    The product of `lists`, as parameters with an id. Under the interpreter all but one in `number` are slow; of lists
+    at least as long as that, each value stays, beside several of the others.
+    """
+    return [
+        pytest.param(
+            *(value for _, value in case),
+            marks=pytest.mark.slow if INTERPRET and sum(place for place, _ in case) % number else [],
+            id="-".join(names(value) for _, value in case),
+        )
+        for case in itertools.product(*(list(enumerate(values)) for values in lists))
+    ]
+
+
 # Of statistics, which are accumulated in float32 or better, and of gradients in the type itself
 STATISTIC = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 2e-4, torch.float16: 2e-4}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -151,7 +151,7 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
     ("capability", "dtype"),
     [
         (80, torch.float32),  # the least memory, the largest numbers
-        (90, torch.bfloat16),
+        pytest.param(90, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(80, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(90, torch.float32, marks=pytest.mark.slow),
     ],

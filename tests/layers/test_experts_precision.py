@@ -109,5 +109,6 @@ def test_adapters_enter_in_the_type_of_the_matrices():
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_autocast_leaves_grouped_products_of_float32_as_they_are(lora):
     plain, ours = (experts("grouped_mm", torch.float32, lora) for _ in range(2))
-    expected = gradients(plain, torch.float32, autocast="autocast")
+    # PEFT's own product of the two factors is rounded by autocast before 0.21
+    expected = gradients(plain, torch.float32, autocast="" if lora else "autocast")
     check(gradients(ours, torch.float32, "none", torch.ones(B), "autocast"), expected, 1e-4)

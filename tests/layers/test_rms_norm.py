@@ -277,9 +277,16 @@ LAYOUTS = {
 
 @batches.needs_kernels
 @pytest.mark.usefixtures("float64_if_interpreted")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(B, T), (1, B * T), (B, T, H)], ids=str)
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "shape", "layout"),
+    batches.thinned(
+        3,
+        [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm],
+        [(B, T), (1, B * T), (B, T, H)],
+        LAYOUTS,
+        names=lambda x: getattr(x, "__name__", str(x)),
+    ),
+)
 def test_the_fused_norm_gives_what_the_module_gives(kind, shape, layout, calls, monkeypatch):
     model = build(kind)
     x = inputs(B, T, *shape[2:])
@@ -399,6 +406,11 @@ def train(model, isopo, x, **settings):
     return output.detach(), x.grad, *[p.grad.clone() for p in model.parameters() if p.requires_grad]
 
 
+def positions_first(x):
+    """`[B, T, d]`, as it is."""
+    return x
+
+
 def heads_first(x):
     """`[B, T, d]` as `[B, 1, T, d]`, and back."""
     return x.unsqueeze(1) if x.dim() == 3 else x.squeeze(1)
@@ -406,8 +418,9 @@ def heads_first(x):
 
 @batches.needs_kernels
 @pytest.mark.usefixtures("float64_if_interpreted")
-@pytest.mark.parametrize("turn", [lambda x: x, heads_first], ids=["B T d", "B H T d"])
-@pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("kind", "turn"), batches.thinned(2, FAMILIES, [positions_first, heads_first], names=lambda x: x.__name__)
+)
 def test_a_frozen_norm_gives_what_the_module_gives(kind, turn, calls):
     model = with_frozen(kind)
     isopo = ISOPO(model, "fisher", fisher_samples=7)

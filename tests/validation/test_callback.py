@@ -75,6 +75,7 @@ RUNS = {
 }
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("run", RUNS)
 def test_training_is_bit_for_bit_the_same_without_the_callback(run, tmp_path):
     kind, settings, dropout = RUNS[run]
@@ -311,6 +312,7 @@ def test_an_asynchronous_reward_function_is_taken_in_a_notebook_too(tmp_path):
 # What a user finds afterwards
 
 
+@pytest.mark.usefixtures("drawn")
 def test_log_and_picture_are_in_the_output_folder(tmp_path):
     trainer, callback = validating(tmp_path / "new", kl_prompts=2)
     callback.validate()
@@ -385,6 +387,7 @@ def test_completions_that_are_not_the_models_alone_are_refused(option, tmp_path)
         ValidationCallback(trainer, tiny.conversational_prompts(2), tiny.reward)
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("file", ["validation.png", "trainer_state.json"])
 def test_training_goes_on_where_the_curves_cannot_be_written_which_is_said_once(file, tmp_path, caplog):
     (tmp_path / file).mkdir()  # cannot be opened, as on a full disk

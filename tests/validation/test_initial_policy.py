@@ -128,7 +128,7 @@ def test_completions_for_the_divergence_are_sampled_as_in_training(tmp_path):
         assert row[: len(completion)] == completion
 
 
-@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_divergence_converges_to_the_exact_one(length, tmp_path):
     count, temperature, eos = 4000, 0.8, tiny.VOCABULARY[tiny.EOS]
     data = Dataset.from_dict({"prompt": ["What?"] * count})
