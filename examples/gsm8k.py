@@ -37,7 +37,7 @@ import huggingface_hub
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import is_peft_model
+from accelerate.utils import get_int_from_env, is_peft_model
 from command_line import Parser
 from jinja2 import TemplateError
 from preflight import check_machine, check_model, checkpoint, in_short
@@ -177,14 +177,20 @@ class GSM8KArguments(ScriptArguments):
             )
 
 
+def rank(local: bool = False) -> int:
+    """Of this process, among all or on its machine. `PartialState` knows it on CPUs only once there is a config."""
+    names = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"]
+    return get_int_from_env(names if local else ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"], 0)
+
+
 def say(text: str = "") -> None:
-    if PartialState().is_main_process:
+    if rank() == 0:
         print(text, flush=True)
 
 
 def one_voice() -> None:
     """Let the bars of libraries be those of one rank: the others load the same."""
-    if not PartialState().is_local_main_process:
+    if rank(local=True):
         datasets.disable_progress_bars()
         huggingface_hub.utils.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -412,7 +418,7 @@ class Progress(ProgressCallback):
             )
 
 
-def plan(trainer: GRPOTrainer, script_args: GSM8KArguments, resume: str | bool | None) -> str:
+def plan(trainer: GRPOTrainer, validation: ValidationCallback | None, resume: str | bool | None) -> str:
     """What is about to be done, in a few lines."""
     args = trainer.args
     weights = "an adapter" if is_peft_model(trainer.model) else "all weights"
@@ -423,10 +429,10 @@ def plan(trainer: GRPOTrainer, script_args: GSM8KArguments, resume: str | bool |
         f"Training {weights} by {method}: {length} of {count} completions, {args.num_generations} per problem, each "
         f"of at most {args.max_completion_length} tokens."
     ]
-    if script_args.validation_size:
+    if validation is not None:
         lines.append(
-            f"Validation with {script_args.validation_size} problems that are not trained on: before the first step, "
-            f"every {script_args.validation_steps} steps, and after the last."
+            f"Validation with {len(validation.dataset)} problems that are not trained on: before the first step, "
+            f"every {validation.steps} steps, and after the last."
         )
     if args.save_strategy == "steps":
         lines.append(
@@ -486,7 +492,7 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
 def refuse(text: str, error: Exception) -> int:
     """Say what cannot work: once per machine, where it is sure to be the same for all of its ranks."""
     sentence = f"gsm8k.py: {' '.join(text.split())}"
-    if os.environ.get("LOCAL_RANK", "0") == "0" or not isinstance(error, ValueError):
+    if rank(local=True) == 0 or not isinstance(error, ValueError):
         print(sentence, file=sys.stderr, flush=True)
     last_word = os.environ.get("TORCHELASTIC_ERROR_FILE")  # which the launcher of several processes ends with
     if last_word:
@@ -523,7 +529,7 @@ def main(arguments: list[str]) -> int:
             trainer.add_callback(validation)
     except REFUSALS as error:
         return refuse(str(error), error)
-    say(plan(trainer, script_args, resume))
+    say(plan(trainer, validation, resume))
 
     start = time.monotonic()
     try:

@@ -446,6 +446,23 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "stray is not an argument" in refused(gsm8k, capsys, [*given, "stray"])
 
 
+def test_ranks_speak_with_one_voice(gsm8k, capsys, monkeypatch):
+    for rank in ("0", "1"):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, rank)
+        gsm8k.say("words")  # before there is a process group, which on CPUs is when arguments are read
+        assert bool(capsys.readouterr().out) == (rank == "0")
+    off = []
+    for library in (gsm8k.datasets, gsm8k.huggingface_hub.utils):
+        monkeypatch.setattr(library, "disable_progress_bars", lambda: off.append("bars"))
+    monkeypatch.setattr(gsm8k.transformers.utils.logging, "disable_progress_bar", lambda: off.append("bars"))
+    gsm8k.one_voice()
+    assert len(off) == 3
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    gsm8k.one_voice()
+    assert len(off) == 3
+
+
 def test_ranks_refuse_with_one_voice_and_the_launcher_has_the_sentence_last(gsm8k, tmp_path, capsys, monkeypatch):
     error, local = ValueError("--rule is wrong.\n Choose another."), OSError("no room")
     for rank, given, said in (("0", error, 1), ("1", error, 0), ("0", local, 1), ("1", local, 1)):
