@@ -74,6 +74,8 @@ def test_a_validation_is_logged_after_its_step_and_the_picture_has_the_last_rewa
     assert order(trainer) == [0, 1, 2, -2, 3, 4, -4]
     rewards, accuracies = (list(panel.lines[0].get_xdata()) for panel in figures[-1].axes)
     assert rewards == [1, 2, 3, 4] and accuracies == [0, 2, 4]
+    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert "train_runtime" in log[-1] and log == trainer.state.log_history  # written again at the very end
 
 
 def test_a_step_that_is_not_logged_is_validated_all_the_same(tmp_path):
@@ -86,13 +88,6 @@ def test_a_step_that_is_not_logged_is_validated_all_the_same(tmp_path):
     trainer.train()
     assert list(callback.completions) == list(range(6))
     assert order(trainer) == [0, -1, -2, -3, 4, -4, -5, 5]  # what was left is logged when training ends
-
-
-def test_what_is_logged_after_the_last_validation_is_in_the_files_too(tmp_path, figures):
-    trainer, callback = validating(tmp_path, steps=1, max_steps=2, kl_prompts=0)
-    trainer.train()
-    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    assert "train_runtime" in log[-1] and log == trainer.state.log_history
 
 
 def test_a_bar_counts_the_completions_of_a_validation_unless_bars_are_off(tmp_path, capfd):
