@@ -48,6 +48,7 @@ def test_a_script_runs_at_the_root_through_a_link_and_with_cdpath(script, enviro
 NOTHING_THERE = """#!/bin/sh
 case "$*" in *"pip show"*) exit 1 ;; esac
 echo "$CUDA_VISIBLE_DEVICES: $*"
+echo "$OMP_WAIT_POLICY $OMP_NUM_THREADS" > "$POLICY"
 if [ "$2" = venv ]; then mkdir -p "$3/bin" && : > "$3/bin/activate"; fi
 """
 
@@ -59,13 +60,14 @@ def test_the_quick_start_says_what_it_installs_and_what_to_do_next(environment, 
 
     def run(*arguments, **variables):
         command = [str(tmp_path / "clone" / "scripts" / "quickstart"), *arguments]
-        given = {**environment, **variables}
+        given = {**environment, "POLICY": str(tmp_path / "policy"), **variables}
         given = {name: value for name, value in given.items() if value is not None}
         done = subprocess.run(command, env=given, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    said = run(VIRTUAL_ENV=None, CUDA_VISIBLE_DEVICES=None)
+    said = run(VIRTUAL_ENV=None, CUDA_VISIBLE_DEVICES=None, OMP_NUM_THREADS=None, OMP_WAIT_POLICY=None)
+    assert (tmp_path / "policy").read_text() == "PASSIVE \n"  # all cores, without fighting over them
     first, *rest = said.splitlines()
     assert first == ": -m venv .venv"
     for number, words in enumerate(("PyTorch", "isopo-trl", "SmolLM2")):
