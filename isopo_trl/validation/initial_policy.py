@@ -15,6 +15,10 @@ class InitialPolicy:
     def __init__(self, trainer: Any):
         self.copies = {name: values.to("cpu", copy=True) for name, values in storages(trainer)}
 
+    def differs_from(self, trainer: Any) -> bool:
+        """Whether a parameter of the model (of this rank's part of it) has another value than its copy."""
+        return any(not torch.equal(values.cpu(), self.copies[name]) for name, values in storages(trainer))
+
     @contextmanager
     def in_place_of(self, trainer: Any) -> Iterator[None]:
         """The copies take the place of the model's parameters, which come back afterwards."""

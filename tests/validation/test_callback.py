@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
 from isopo_trl.validation import ValidationCallback
+from isopo_trl.validation.initial_policy import InitialPolicy
 from tests import tiny, training
 from tests.validation.validating import (
     FIGURES,
@@ -59,6 +60,43 @@ def test_a_second_run_of_the_same_trainer_validates_at_its_end_too(tmp_path):
 def test_validation_can_be_asked_for_at_any_time(tmp_path):
     trainer, callback = validating(tmp_path)
     assert callback.validate() == logged_line(trainer, 0) == callback.validate()
+
+
+def order(trainer):
+    """Steps of the log, those of validations as negative numbers."""
+    lines = [line for line in trainer.state.log_history if "reward" in line or FIGURES[0] in line]
+    return [line["step"] if "reward" in line else -line["step"] for line in lines]
+
+
+def test_a_validation_is_logged_after_its_step_and_the_picture_has_the_last_reward(tmp_path, figures):
+    trainer, callback = validating(tmp_path, steps=2, max_steps=4, kl_prompts=0)
+    trainer.train()
+    assert order(trainer) == [0, 1, 2, -2, 3, 4, -4]
+    rewards, accuracies = (list(panel.lines[0].get_xdata()) for panel in figures[-1].axes)
+    assert rewards == [1, 2, 3, 4] and accuracies == [0, 2, 4]
+    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert "train_runtime" in log[-1] and log == trainer.state.log_history  # written again at the very end
+
+
+def test_a_step_that_is_not_logged_is_validated_all_the_same(tmp_path):
+    class Quiet(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):  # after that of the validation
+            control.should_log = control.should_log and state.global_step != 2
+
+    trainer, callback = validating(tmp_path, steps=1, max_steps=5, kl_prompts=0, logging_steps=2)
+    trainer.add_callback(Quiet())
+    trainer.train()
+    assert list(callback.completions) == list(range(6))
+    assert order(trainer) == [0, -1, -2, -3, 4, -4, -5, 5]  # what was left is logged when training ends
+
+
+def test_a_bar_counts_the_completions_of_a_validation_unless_bars_are_off(tmp_path, capfd):
+    for hidden in (False, True):
+        trainer, callback = validating(tmp_path, batch_size=2, kl_prompts=2, disable_tqdm=hidden)
+        shaken(trainer.model)
+        callback.validate()
+        said = capfd.readouterr().err
+        assert ("validation:" in said and "/5 [" in said) != hidden
 
 
 def logged_line(trainer, step):
@@ -205,7 +243,13 @@ def test_accuracy_follows_the_training(tmp_path):
     assert logged(trainer, "validation/accuracy")[2] == pytest.approx(sum(tiny.reward(texts)) / 3, rel=1e-12)
 
 
-def test_dropout_is_off_in_validation(tmp_path):
+@pytest.fixture
+def always_sampled(monkeypatch):
+    """The divergence is sampled even where no parameter has moved, and it must be zero."""
+    monkeypatch.setattr(InitialPolicy, "differs_from", lambda *_: True)
+
+
+def test_dropout_is_off_in_validation(tmp_path, always_sampled):
     trained = shaken(get_peft_model(model(), adapter(dropout=0.5)))
     trainer, callback = validating(tmp_path, trained)
     assert trainer.model.training and callback.validate()["validation/kl"] == 0
@@ -213,7 +257,7 @@ def test_dropout_is_off_in_validation(tmp_path):
     assert callback.completions[0] == tiny.tokenizer().batch_decode(ids, skip_special_tokens=True)
 
 
-def test_dropout_stays_off_with_continuous_batching(tmp_path):
+def test_dropout_stays_off_with_continuous_batching(tmp_path, always_sampled):
     """TRL puts the model into training mode after each such generation."""
     trained = shaken(get_peft_model(model(), adapter(dropout=0.5)))
     settings = {"num_blocks": 8, "max_batch_tokens": 64}  # of a cache that is quick to set up
@@ -319,7 +363,7 @@ def test_log_and_picture_are_in_the_output_folder(tmp_path):
     assert (tmp_path / "new" / "validation.png").exists()
     trainer.train()
     log = json.loads((tmp_path / "new" / "trainer_state.json").read_text())["log_history"]
-    assert log == trainer.state.log_history and log[-1]["step"] == 2 and FIGURES[0] in log[-1]
+    assert log == trainer.state.log_history and log[-1]["step"] == 2 and any(FIGURES[0] in line for line in log[-2:])
     picture = (tmp_path / "new" / "validation.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and picture[12:16] == b"IHDR" and picture[-8:-4] == b"IEND"
     width, height = struct.unpack(">II", picture[16:24])

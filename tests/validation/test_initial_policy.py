@@ -116,9 +116,10 @@ def test_divergence_is_that_of_sampled_completions_from_the_initial_policy(case,
 def test_completions_for_the_divergence_are_sampled_as_in_training(tmp_path):
     """From the same random stream: those of `generate` with the training's temperature."""
     trainer, callback = validating(tmp_path, callback=Keeping, kl_prompts=3, temperature=1.7, seed=5)
+    sharper(trainer.model)
     callback.validate()
     prompts, completions = zip(*callback.rows[3:], strict=True)
-    tokenizer, policy = tiny.tokenizer(), model().eval()
+    tokenizer, policy = tiny.tokenizer(), sharper(model()).eval()
     batch = tokenizer(list(tiny.prompts(3)["prompt"]), padding=True, return_tensors="pt")
     sampling = {"do_sample": True, "temperature": 1.7, "top_k": 0, "top_p": 1.0, "max_new_tokens": 6}
     torch.manual_seed(5)
@@ -176,6 +177,14 @@ def test_divergence_converges_to_the_exact_one(length, tmp_path):
     if length == 1:
         assert abs(opposite - exact) > 5 * error  # nor would it tell from KL(initial || policy)
     assert measured == pytest.approx(exact, abs=4 * error)
+
+
+def test_nothing_is_sampled_for_a_divergence_that_is_zero(tmp_path):
+    trainer, callback = validating(tmp_path, callback=Keeping, kl_prompts=2)
+    assert callback.validate()["validation/kl"] == 0 and len(callback.rows) == 3  # greedy ones
+    with torch.no_grad():
+        trainer.model.model.norm.weight[0] += 1e-3  # a single number
+    assert callback.validate()["validation/kl"] > 0 and len(callback.rows) == 5
 
 
 def test_divergence_is_not_measured_and_no_copy_kept_without_prompts_for_it(tmp_path):
