@@ -173,5 +173,5 @@ def test_the_gradient_of_the_weight_is_that_of_an_elementwise_parameter(shape, r
     close(result, expected.c @ V, GRADIENT[EXACT])
     again = elementwise_gradient(of_samples, *arguments, sums)
     assert torch.equal(again, result) and not run.ledger.counter.any()
-    parts = torch.linspace(-1, 2, 70 * d, device=x.device, dtype=sums.dtype).view(70, d)
+    parts = torch.linspace(-1, 2, 70 * x.shape[-1], device=x.device, dtype=sums.dtype).view(70, -1)
     close(elementwise_gradient(of_samples, *arguments, sums, parts), expected.c @ V + parts.sum(0), GRADIENT[EXACT])
