@@ -52,9 +52,16 @@ def relative_costs(m: int, T: int, p: int, d: int, n: int, needs: Needs, device:
     return {"ghost": ghost, "kept": statistics + any(needs) * read, "blocks": max(1, rows) + statistics}
 
 
-def choose_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str = "cpu") -> Strategy:
-    """The cheapest strategy by [`relative_costs`] whose memory stays bounded."""
-    return _cheapest(m, T, p, d, n, needs, device, m * p * d <= KEPT_LIMIT)
+def choose_strategy(
+    m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str = "cpu", kernels: bool = False
+) -> Strategy:
+    """
+    The cheapest strategy by [`relative_costs`] whose memory stays bounded. Where `kernels` take gradients that are
+    kept, nothing else is cheaper: products between rows are some thirty launches, which take longer than the largest
+    `V_s` that are kept take to be written and read.
+    """
+    keep = m * p * d <= KEPT_LIMIT
+    return "kept" if kernels and keep else _cheapest(m, T, p, d, n, needs, device, keep)
 
 
 @lru_cache(maxsize=4096)

@@ -74,7 +74,7 @@ def linear_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device
     """
     if kernels and not (needs.norm or needs.ntk):
         return "ghost"
-    return choose_strategy(m, T, p, d, n, needs, device)
+    return choose_strategy(m, T, p, d, n, needs, device, kernels)
 
 
 @dataclass

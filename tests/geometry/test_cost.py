@@ -124,3 +124,13 @@ def test_a_block_of_rows_fits_the_limit_and_one_more_row_would_not(m, d):
 
 def test_a_block_has_at_least_one_row():
     assert block_rows(KEPT_LIMIT, 2) == 1
+
+
+@pytest.mark.parametrize("needs", [NORM, NTK, Needs(overlap=True, norm=True)])
+def test_kernels_take_gradients_that_can_be_kept_however_small_the_microbatch(needs):
+    """Two sequences of 512: by operations alone, products between rows would be cheaper at some layers."""
+    chosen = {choose_strategy(2, 512, p, d, SAMPLES, needs, "cuda") for p, d in [(3072, 1024), (1024, 3072)]}
+    assert chosen == {"ghost"}
+    for p, d in [(3072, 1024), (1024, 3072)]:
+        assert choose_strategy(2, 512, p, d, SAMPLES, needs, "cuda", kernels=True) == "kept"
+    assert choose_strategy(64, 512, 3072, 1024, SAMPLES, needs, "cuda", kernels=True) != "kept"
