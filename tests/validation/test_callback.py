@@ -68,6 +68,7 @@ def order(trainer):
     return [line["step"] if "reward" in line else -line["step"] for line in lines]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_validation_is_logged_after_its_step_and_the_picture_has_the_last_reward(tmp_path, figures):
     trainer, callback = validating(tmp_path, steps=2, max_steps=4, kl_prompts=0)
     trainer.train()
