@@ -11,7 +11,7 @@ What is not in it: generation (vLLM beside the trainer takes `vllm_gpu_memory_ut
 generation has its key-value cache), a reference model (`beta`), rewards that are models. The dtype is that of the
 weights; with float32 weights, as TRL loads them by default, autocast computes in bfloat16. LoRA's factors are float32.
 
-    python benchmarks/memory.py --output memory.json                                     # for one GPU
+    python benchmarks/memory.py --output memory.json                 # for one GPU; models that the file has stay there
     python benchmarks/memory.py --shapes tiny --depths 1 2 --microbatches 2x32           # for CPUs
 
 On a CPU there is no peak to be measured: what is printed is weights, gradients and the optimizer's state alone.
@@ -20,6 +20,7 @@ On a CPU there is no peak to be measured: what is printed is weights, gradients 
 import argparse
 import json
 import time
+from pathlib import Path
 
 import torch
 from setting import DEVICE, SHAPES, PeakMemory, Variant, base_model, environment, random_batch, release
@@ -152,9 +153,21 @@ def table(results: dict[str, dict[str, dict]], microbatches: list[str]) -> list[
     return lines
 
 
+def measured_before(options: argparse.Namespace, where: dict[str, str]) -> dict[str, dict]:
+    """What `--output` has of models measured in the same way, with the same hardware and versions."""
+    if not options.output or not Path(options.output).exists():
+        return {}
+    before = json.loads(Path(options.output).read_text())
+    alike = ("depths", "microbatches", "samples", "dtype")
+    if before["environment"] != where or any(before["options"][name] != vars(options)[name] for name in alike):
+        raise SystemExit(f"{options.output} was made in another way: give another file, or remove it.")
+    return before["results"]
+
+
 def main():
     options = parse()
-    report = {"environment": environment(), "options": vars(options), "results": {}}
+    report = {"environment": environment(), "options": vars(options)}
+    report["results"] = measured_before(options, report["environment"])
     print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
     if DEVICE == "cpu":
         print("No GPU: weights, gradients and the optimizer's state alone, without what a step needs beside them.")
@@ -162,6 +175,8 @@ def main():
     for shape in options.shapes:
         for lora in options.lora:
             model = f"{shape.upper()}, {f'LoRA r={lora}' if lora else 'full'}"
+            if model in report["results"]:
+                continue
             report["results"][model] = figures(shape, lora, options)
             base_model.cache_clear()
             release()

@@ -49,6 +49,13 @@ def test_what_is_counted_is_that_of_the_whole_model(memory, tmp_path, monkeypatc
                 assert found > expected if torch.cuda.is_available() else found == expected, (model, method, name)
     rows = re.findall(r"^\| TINY .*$", capsys.readouterr().out, flags=re.MULTILINE)
     assert len(rows) == 2 and rows[0].endswith(" 24 GB |")
+    # What the file has is not measured again, and not mixed with what was measured otherwise
+    monkeypatch.setattr(memory, "figures", None)
+    memory.main()
+    assert json.loads(file.read_text())["results"] == results
+    monkeypatch.setattr("sys.argv", ["memory.py", *command.replace("2x16", "2x8").split(), str(file)])
+    with pytest.raises(SystemExit, match="made in another way"):
+        memory.main()
 
 
 def test_a_gpu_is_named_that_has_room_to_spare(memory):
