@@ -34,6 +34,8 @@ OF_ISOPO = (
     *("rule", "regularization", "token_weights", "fisher_samples", "fisher_scope", "scale", "target_kl"),
     *("step_kl_share", "skip_zero_advantage"),
 )
+# Sequences up to which nothing is recomputed
+SMALL_MICROBATCH = 4
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "vllm", "datasets")
 
 
@@ -73,7 +75,8 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         "learning_rate": settings.get("learning_rate", 1e-6),
         "lr_scheduler_type": "constant",
         "reward_weights": [1.0, settings["format_weight"]] if settings["format_weight"] else [1.0],
-        "gradient_checkpointing": settings["task"] == "gsm8k",
+        # The same gradients with it and without; small microbatches have room for what it saves
+        "gradient_checkpointing": settings["task"] == "gsm8k" and microbatch > SMALL_MICROBATCH,
         "bf16": cuda and settings["task"] == "gsm8k",  # sums are small, and the same on a CPU
         "use_cpu": not cuda,
         "seed": settings.get("seed", 0),
