@@ -59,28 +59,30 @@ _BRACES = str.maketrans("", "", "{}")
 
 _DECIMAL = r"""
     (?:
-        (?: [1-9][0-9]{0,2} (?: (?:,[0-9]{3})++ | (?:[ ][0-9]{3})++ (?![0-9/-]|[ ]/) ) | [0-9]++ )   # 1,234  1 234
-        (?: \.[0-9]++ )?+
+        # 1,234  1 234
+        (?: [1-9][0-9]{0,2} (?: (?>(?:,[0-9]{3})+) | (?>(?:[ ][0-9]{3})+) (?![0-9/-]|[ ]/) ) | [0-9]++ )
+        (?>(?: \.[0-9]++ )?)
         | (?<![\w.]) \.[0-9]++                                                                      # .5
     )
-    (?: [eE][-+]?[0-9]{1,2}+ )?+
+    (?>(?: [eE][-+]?[0-9]{1,2}+ )?)
 """
 # A number, or else the whole run of digits and separators that is none ("12,34", "1.2.3", "1/2/3"), in which case no
-# group is set: the parts of such a run are not numbers either. No quantifier over digits gives back what it has taken.
+# group is set: the parts of such a run are not numbers either. No quantifier over digits gives back what it has taken;
+# repeated groups are atomic for that, since Python before 3.11.5 matches possessive ones wrongly.
 _NUMBER = re.compile(
     rf"""
     (?=[.0-9])
     (?:
-        (?: ([0-9]++) [ ]{{1,2}}+ (?=[0-9]++/) )?+                           # the 2 of 2 1/2
+        (?>(?: ([0-9]++) [ ]{{1,2}}+ (?=[0-9]++/) )?)                        # the 2 of 2 1/2
         ({_DECIMAL})
-        (?: [ ]?/[ ]? ({_DECIMAL}) | [ ]?[×x*][ ]?10\^([-+]?[0-9]{{1,2}}+) )?+
+        (?>(?: [ ]?/[ ]? ({_DECIMAL}) | [ ]?[×x*][ ]?10\^([-+]?[0-9]{{1,2}}+) )?)
         (?! [.,]?[0-9] | [ ]?/[ ]?-?[0-9] | [eE][-+]?[0-9] )
-        | (?: (?<![\w.]) \. )?+ [0-9][0-9.,]*+ (?: (?: [ ]?/[ ]?-? | [eE][-+]? ) [0-9.,]++ )*+
+        | (?>(?: (?<![\w.]) \. )?) [0-9][0-9.,]*+ (?>(?: (?: [ ]?/[ ]?-? | [eE][-+]? ) [0-9.,]++ )*)
     )
     """,
     re.VERBOSE,
 )
-_USUAL = re.compile(rf" *+-?[{CURRENCY}]?([1-9][0-9]{{0,2}}+(?:,[0-9]{{3}}){{1,20}}+|[0-9]{{1,90}}+)\.?\s*+")
+_USUAL = re.compile(rf" *+-?[{CURRENCY}]?([1-9][0-9]{{0,2}}+(?>(?:,[0-9]{{3}}){{1,20}})|[0-9]{{1,90}}+)\.?\s*+")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # In a reversed text: the last digit or fraction, and before it whatever can belong to its number, \frac included
 _OF_A_NUMBER = rf"[-−–+0-9.,/ {CURRENCY}eE\\{{}}!fracdt]{{0,{REACH - 1}}}"
@@ -88,7 +90,7 @@ _TAIL = re.compile(rf"[\d{''.join(_FRACTIONS)}]{_OF_A_NUMBER}")
 _ASCII_TAIL = re.compile(rf"[0-9]{_OF_A_NUMBER}")
 # What most texts end in, read sooner: a number between two words, or between a word and the end
 _USUAL_TAIL = re.compile(
-    rf"((?:[0-9]{{3}},){{1,20}}+[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ "
+    rf"((?>(?:[0-9]{{3}},){{1,20}})[0-9]{{0,2}}[1-9]|[0-9]{{1,30}}+)[{CURRENCY}]?+ "
     r"(?!su|ev)[A-Za-z]{2,20}+(?![A-Za-z\\])"
 )
 _USUAL_END = re.compile(r"\.?(?:\s*\Z| [a-z][a-z])")

@@ -417,3 +417,11 @@ def test_the_page_says_what_is_read():
         value = None if meaning.startswith("no answer") else Fraction(meaning.partition(":")[0])
         for text in re.findall(r"`(.*?)`", texts):
             assert extract_answer(f"5\n#### {text}") == extract_answer(f"5 \\boxed{{{text}}} 6") == value, text
+
+
+def test_no_group_is_repeated_possessively_which_python_before_3_11_5_gets_wrong():
+    """There, `(?:ab?)?+` and the like match other texts, and rewards would depend on the patch release of Python."""
+    patterns = {name: value.pattern for name, value in vars(answers).items() if isinstance(value, re.Pattern)}
+    assert len(patterns) > 10
+    repeated = re.compile(r"\)(?:[?*+]|\{[0-9,]+\})\+")
+    assert [name for name, pattern in patterns.items() if repeated.search(pattern)] == []
