@@ -74,6 +74,7 @@ class Schedule:
             for each that is still growing.
         groups: names of the groups to take, all if None.
         environment: added to the workers' environment.
+        warm: whether the caches are filled, so that the first run need not be left alone.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Schedule:
         memory: float = 0.0,
         groups: list[str] | None = None,
         environment: dict[str, str] | None = None,
+        warm: bool = False,
     ):
         self.matrix, self.results, self.command = matrix, results, command
         self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
@@ -97,7 +99,7 @@ class Schedule:
         self.earlier = read_results(results)  # from which it is known what a run takes
         self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
         self.last_start = float("-inf")
-        self.warm = False  # some run has been ready
+        self.warm = warm  # or some run has been ready
 
     def go(self) -> dict[str, list[str]]:
         """Work until nothing is left or the deadline; the names of runs made, failed and discarded."""

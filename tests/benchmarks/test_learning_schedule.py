@@ -41,15 +41,16 @@ def scheduled(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
 
-    def schedule(methods, deadline=1e6, parallel=2, stagger=0.0, steps=1, expected=1.0, half_written=False):
+    def schedule(methods, deadline=1e6, parallel=2, stagger=0.0, steps=1, expected=1.0, warm=False, until=None):
         def command(run, attempt):
-            if half_written:
-                threading.Thread(target=end_when_half_written, args=[run.name], daemon=True).start()
+            if until == run.name:
+                threading.Thread(target=end, daemon=True).start()
             return [sys.executable, str(script), run.name, str(tmp_path), str(attempt)]
 
-        def end_when_half_written(name):
-            """Time is up once a run has left something unfinished, however long that took."""
-            while not (tmp_path / "runs" / f"{name}.json.part").exists():
+        def end():
+            """Time is up once a run has left something unfinished, or is made, however long that took."""
+            draft, result = (tmp_path / "runs" / f"{until}.json{suffix}" for suffix in (".part", ""))
+            while not draft.exists() and not (result.exists() and all(w.run.name != until for w in made.running)):
                 time.sleep(0.05)
             made.deadline = time.time()
 
@@ -60,8 +61,9 @@ def scheduled(tmp_path):
             "methods": {method: {} for method in methods},
             "groups": [{"group": "all", "over": {"method": methods}}],
         }
-        end = time.time() + deadline
-        made = Schedule(Matrix(content), tmp_path / "runs", command, end, parallel, stagger, tmp_path / "logs")
+        last = time.time() + deadline
+        folders = tmp_path / "runs", tmp_path / "logs"
+        made = Schedule(Matrix(content), folders[0], command, last, parallel, stagger, folders[1], warm=warm)
         outcome = made.go()
         events = (tmp_path / "events").read_text().splitlines() if (tmp_path / "events").exists() else []
         return outcome, [tuple(line.split()) for line in events]
@@ -92,6 +94,13 @@ def test_the_first_run_is_left_alone_until_it_is_ready(scheduled):
     assert order.index(("ready", "a")) < order.index(("start", "b"))
 
 
+def test_no_run_is_left_alone_where_the_caches_are_filled(scheduled):
+    """The first one never becomes ready, and the deadline waits for the other."""
+    outcome, events = scheduled(["slow", "a"], parallel=2, warm=True, until="a")
+    assert outcome["made"] == ["a"] and outcome["discarded"] == ["slow"]
+    assert [name for what, name, _ in events if what == "start"] == ["slow", "a"]
+
+
 def test_what_is_made_is_not_made_again(scheduled, tmp_path):
     scheduled(["a", "b"])
     outcome, events = scheduled(["a", "b", "c"])
@@ -112,7 +121,7 @@ def test_a_run_that_always_fails_is_given_up_and_stops_nobody(scheduled):
 
 
 def test_what_is_unfinished_at_the_deadline_leaves_nothing_behind(scheduled, tmp_path):
-    outcome, _ = scheduled(["slow"], half_written=True)
+    outcome, _ = scheduled(["slow"], until="slow")
     assert outcome == {"made": [], "failed": [], "discarded": ["slow"]}
     assert list((tmp_path / "runs").iterdir()) == []
 
