@@ -8,6 +8,10 @@ Strategy = Literal["ghost", "kept", "blocks"]
 
 # Largest number of elements that per-sequence gradients may take at once (128 MiB in float32)
 KEPT_LIMIT = 2**25
+# The same where kernels take them, which read each twice and no more (1 GiB)
+KEPT_BY_KERNELS = 2**28
+# A GPU's matrix products are fast where rows begin at multiples of so many elements
+_ALIGNMENT = 128
 
 
 class Needs(NamedTuple):
@@ -57,11 +61,13 @@ def choose_strategy(
 ) -> Strategy:
     """
     The cheapest strategy by [`relative_costs`] whose memory stays bounded. Where `kernels` take gradients that are
-    kept, nothing else is cheaper: products between rows are some thirty launches, which take longer than the largest
-    `V_s` that are kept take to be written and read.
+    kept, nothing else is cheaper for small ones: products between rows are some thirty launches, which take longer
+    than those `V_s` take to be written and read. They take larger ones as well, where the costs say so.
     """
-    keep = m * p * d <= KEPT_LIMIT
-    return "kept" if kernels and keep else _cheapest(m, T, p, d, n, needs, device, keep)
+    size = m * p * d
+    if kernels and size <= KEPT_LIMIT:
+        return "kept"
+    return _cheapest(m, T, p, d, n, needs, device, size <= (KEPT_BY_KERNELS if kernels else KEPT_LIMIT))
 
 
 @lru_cache(maxsize=4096)
@@ -73,5 +79,6 @@ def _cheapest(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str,
 
 
 def block_rows(m: int, d: int) -> int:
-    """How many output rows of `V` may be formed at once, so that `m * rows * d` stays under the limit."""
-    return max(1, KEPT_LIMIT // (m * d))
+    """How many output rows of `V`, aligned, may be formed at once so that `m * rows * d` stays under the limit."""
+    rows = max(1, KEPT_LIMIT // (m * d))
+    return rows - rows % _ALIGNMENT if rows > _ALIGNMENT else rows

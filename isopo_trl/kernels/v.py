@@ -277,7 +277,7 @@ def _ntk_plan(m: int, here: int, chunks: int, variant: tuple, dtype: torch.dtype
     acc, precision = types_of(dtype)
     if device.type == "cuda":
         precision = "tf32x3"
-    BK = min(256, 2**14 // BM**2) if BM <= 16 else 64
+    BK = min(1024, 2**14 // BM**2) if BM <= 16 else 64
     # The last program's tile is small: its registers count for all programs
     constants = (*variant, acc, precision, BM, BK, part_of(2**10 if BM <= 16 else 2**13, BM**2, chunks))
     return Plan((here, 1, 1), constants, {"num_warps": 8})
@@ -294,8 +294,8 @@ def _norm_plan(
 @lru_cache(maxsize=4096)
 def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
     BM = power_of_two(m)
-    BE = max(16, 2**12 // BM)
-    return Plan((-(-size // BE), 1, 1), (size % 16 == 0, BM, BE))
+    BE = max(16, min(512, 2**12 // BM))
+    return Plan((-(-size // BE), 1, 1), (size % 16 == 0, BM, BE), {"num_warps": 8})
 
 
 def combined(V: torch.Tensor, ledger: KernelLedger, index: int, dtype: torch.dtype) -> torch.Tensor:

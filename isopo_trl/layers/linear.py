@@ -146,9 +146,10 @@ class _Linear(LayerFunction):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         # Positions were checked in the forward
         g, a = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_x = g.mm(weight).view_as(x) if needs_x else None
         of_term = take_aside(ctx)
         gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype, of_term)
+        # Behind the other, which may need much memory for a moment
+        grad_x = g.mm(weight).view_as(x) if needs_x else None
         return grad_x, *gradients, None, None
 
 

@@ -3,7 +3,14 @@
 import pytest
 
 from isopo_trl.geometry import cost
-from isopo_trl.geometry.cost import KEPT_LIMIT, Needs, block_rows, choose_strategy, relative_costs
+from isopo_trl.geometry.cost import (
+    KEPT_BY_KERNELS,
+    KEPT_LIMIT,
+    Needs,
+    block_rows,
+    choose_strategy,
+    relative_costs,
+)
 
 
 OVERLAP, NORM, NTK = Needs(overlap=True), Needs(norm=True), Needs(ntk=True)
@@ -116,10 +123,15 @@ def test_the_choice_is_the_cheapest_that_fits(monkeypatch):
                     assert chosen in fitting and costs[chosen] == min(fitting.values())
 
 
-@pytest.mark.parametrize(("m", "d"), [(1, 1), (8, 1024), (8, 4096), (3, 14337), (64, 151936)])
-def test_a_block_of_rows_fits_the_limit_and_one_more_row_would_not(m, d):
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (8, 1024), (8, 4096), (4, 12288), (3, 14337), (64, 151936)])
+def test_a_block_of_rows_fits_the_limit_and_many_more_rows_would_not(m, d):
     rows = block_rows(m, d)
-    assert m * rows * d <= KEPT_LIMIT < m * (rows + 1) * d
+    assert m * rows * d <= KEPT_LIMIT < m * (rows + 128) * d
+
+
+@pytest.mark.parametrize(("m", "d"), [(4, 12288), (3, 14337), (7, 4096)])
+def test_blocks_begin_where_matrix_products_are_fast(m, d):
+    assert (KEPT_LIMIT // (m * d)) % 8 and block_rows(m, d) % 128 == 0
 
 
 def test_a_block_has_at_least_one_row():
@@ -133,4 +145,16 @@ def test_kernels_take_gradients_that_can_be_kept_however_small_the_microbatch(ne
     assert chosen == {"ghost"}
     for p, d in [(3072, 1024), (1024, 3072)]:
         assert choose_strategy(2, 512, p, d, SAMPLES, needs, "cuda", kernels=True) == "kept"
-    assert choose_strategy(64, 512, 3072, 1024, SAMPLES, needs, "cuda", kernels=True) != "kept"
+
+
+@pytest.mark.parametrize("needs", [NORM, NTK])
+def test_kernels_take_large_gradients_where_that_is_cheaper_up_to_a_limit_of_their_own(needs):
+    p, d = 12288, 4096
+    assert choose_strategy(4, 2048, p, d, SAMPLES, needs, "cuda", kernels=True) == "kept"
+    assert choose_strategy(4, 2048, p, d, SAMPLES, needs, "cuda") != "kept"
+    m = KEPT_BY_KERNELS // (p * d) + 1
+    assert choose_strategy(m, 2048, p, d, SAMPLES, needs, "cuda", kernels=True) != "kept"
+
+
+def test_short_sequences_on_a_large_layer_take_the_norm_from_products_with_kernels_too():
+    assert choose_strategy(4, 64, 12288, 4096, SAMPLES, NORM, "cuda", kernels=True) == "ghost"
