@@ -46,10 +46,10 @@ RULES = {
 def has_assembler():
     """Whether Triton comes with what makes a program for a GPU."""
     try:
-        from triton.backends.nvidia.compiler import get_ptxas
+        from triton import knobs
 
-        return os.access(get_ptxas(80).path, os.X_OK)
-    except (ImportError, RuntimeError):  # another layout of Triton, or no assembler
+        return os.access(knobs.nvidia.ptxas.path, os.X_OK)
+    except (ImportError, AttributeError, RuntimeError):  # another layout of Triton, or no assembler
         return False
 
 
