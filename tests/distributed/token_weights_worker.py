@@ -153,7 +153,7 @@ def train(output, mode, rule, weights, tokens, option=None):
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
-        deepspeed=deepspeed_config(int(mode[-1])) if mode.startswith("zero") else None,
+        deepspeed=deepspeed_config(int(mode[-1]) if mode.startswith("zero") else None, accumulation),
         **{"kpo": KPO, "sampler": SAMPLER, "terms": TERMS, **RATIO}.get(tokens, {}),
     )
     model = build(weights)

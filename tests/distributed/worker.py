@@ -94,6 +94,12 @@ class ShardsByHand(ByHand, Sharded):
 
 
 def deepspeed_config(stage, accumulation, **more):
+    """
+    DeepSpeed's settings at this stage of ZeRO; none without a stage. Asked for by every run, so that how it is asked
+    for is tested where DeepSpeed is not installed.
+    """
+    if stage is None:
+        return None
     return {
         # Without which all weights of a tiny model would stay gathered
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 64},
@@ -121,7 +127,7 @@ def trainer(output, rule, weights, stage=None, kind=ByHand, deepspeed=(), **sett
         logging_steps=1,
         save_strategy="steps" if "save_steps" in settings else "no",
         router_aux_loss_coef=0.0,
-        deepspeed=None if stage is None else deepspeed_config(stage, accumulation, **dict(deepspeed)),
+        deepspeed=deepspeed_config(stage, accumulation, **dict(deepspeed)),
         **{"learning_rate": 0.05, "lr_scheduler_type": "constant", "bf16": False, **settings},
     )
     return kind(build(weights), tiny.reward, args, tiny.prompts(64), processing_class=tiny.tokenizer())

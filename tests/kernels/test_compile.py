@@ -10,6 +10,7 @@ import torch
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
 from isopo_trl.kernels import elementwise, experts, kept_rows, linear, rms_norm, v
+from isopo_trl.kernels import launch as launching
 from isopo_trl.kernels.coefficients import KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
 from isopo_trl.rules import make_rule
@@ -45,10 +46,10 @@ RULES = {
 def has_assembler():
     """Whether Triton comes with what makes a program for a GPU."""
     try:
-        from triton.backends.nvidia.compiler import get_ptxas
+        from triton import knobs
 
-        return os.access(get_ptxas(80).path, os.X_OK)
-    except (ImportError, RuntimeError):  # another layout of Triton, or no assembler
+        return os.access(knobs.nvidia.ptxas.path, os.X_OK)
+    except (ImportError, AttributeError, RuntimeError):  # another layout of Triton, or no assembler
         return False
 
 
@@ -64,15 +65,24 @@ COMBINATIONS = [
 
 
 @pytest.fixture
-def compiled(capability, monkeypatch):
+def gpu(capability, monkeypatch):
+    """There seems to be a GPU of this compute capability."""
+    major, minor = divmod(capability, 10)
+    memory = MEMORY.get(capability, 2**16)
+    properties = types.SimpleNamespace(major=major, minor=minor, shared_memory_per_block_optin=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def compiled(gpu, capability, monkeypatch):
     """Runs what is called on a GPU that is not there: `{name of a kernel: its shared memory}` of what it launches."""
     found = {}
-    memory = types.SimpleNamespace(shared_memory_per_block_optin=MEMORY[capability])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     pipeline = linear._pipeline
     for module in (linear, experts):
         monkeypatch.setattr(module, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
-    forget_plans()
 
     def launch(kernel, plan, tensors, numbers, fixed=NOTHING):
         tensors += fixed.tensors
@@ -96,12 +106,12 @@ def compiled(capability, monkeypatch):
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", launch)
-    yield found
-    forget_plans()
+    return found
 
 
-def forget_plans():
-    """Those that were made for another device."""
+def forget():
+    """What was found out about another device, and planned for it."""
+    launching._is_new_enough.cache_clear()
     for module in MODULES:
         for name, plan in vars(module).items():
             if name.endswith("_plan"):
@@ -251,6 +261,15 @@ def test_every_kernel_is_tried_here():
     tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90])
+def test_kernels_are_for_gpus_from_ampere_on_and_for_as_many_sequences_as_fit(gpu, capability):
+    new_enough = capability >= 80
+    for rule in RULES.values():
+        assert usable(tensor(4096, 96), 64, 128, rule) == new_enough
+        assert not usable(tensor(8192, 96), 65, 128, rule)
+        assert not usable(tensor(4096, 96, dtype=torch.float64), 2, 2, rule)
 
 
 def test_on_a_cpu_the_kernels_are_left_alone():
