@@ -4,10 +4,12 @@ Launching: which tensors the kernels can take, and how a kernel is started witho
 `TRITON_INTERPRET=1` runs the kernels on the CPU; `ISOPO_DISABLE_TRITON=1` turns them off.
 """
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import is_triton_available
@@ -72,6 +74,56 @@ def constant(value: float) -> Any:
     return tl.constexpr(value) if is_triton_available() and not INTERPRET else value
 
 
+class Direct(NamedTuple):
+    """
+    A compiled kernel's own launcher, past what Triton asks and prepares at each launch.
+
+    Args:
+        run (`Callable`): `run(*grid, stream, function, metadata, *of_hooks, *arguments)`.
+        stream_of (`Callable`): the stream of a device that work goes to now.
+        device (`int`): the device that the kernel was compiled on.
+        behind (`tuple`): what comes behind the stream: function and metadata, and nothing for hooks.
+    """
+
+    run: Callable
+    stream_of: Callable[[int], int]
+    device: int
+    behind: tuple
+
+    @classmethod
+    def of(cls, compiled: Any) -> "Direct | None":
+        """For what Triton has compiled; `None` where this Triton is made in another way than those that are known."""
+        try:
+            run, active = compiled.run, triton.runtime.driver.active
+            behind = (compiled.function, compiled.packed_metadata, None, None, None)
+            direct = cls(run, active.get_current_stream, active.get_current_device(), behind)
+            taken = tuple(inspect.signature(run).parameters)
+            hooks_are_set()
+        except (AttributeError, TypeError, ValueError):
+            return None
+        return direct if taken in _LAUNCHERS else None
+
+
+# What launchers take. The first is that of Triton 3.4 to 3.6, where `args` begins with what the second names
+_LAUNCHERS = (
+    ("gridX", "gridY", "gridZ", "stream", "function", "args"),
+    (
+        *("gridX", "gridY", "gridZ", "stream", "function"),
+        *("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+    ),
+)
+
+
+def hooks_are_set() -> bool:
+    """Whether somebody, such as Triton's profiler, wants to be told of launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # A chain of hooks is always there; in Triton 3.4 there is one hook or none
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return bool(leave is not None and getattr(leave, "calls", True))
+
+
 @dataclass
 class Plan:
     """
@@ -82,12 +134,14 @@ class Plan:
         constants (`tuple`): what the kernel is compiled for.
         options (`dict`): warps and stages.
         run (`Any`): launches the compiled kernel; there once it has been launched the usual way.
+        direct ([`Direct`], *optional*): does the same in less time, but calls no hooks.
     """
 
     grid: tuple[int, int, int]
     constants: tuple
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     run: Any = None
+    direct: Direct | None = None
 
 
 @dataclass(frozen=True)
@@ -101,9 +155,11 @@ class Fixed:
 
     tensors: tuple[torch.Tensor, ...] = ()
     pointers: list[int] = field(init=False)
+    aligned: bool = field(init=False)
 
     def __post_init__(self):
         object.__setattr__(self, "pointers", [x.data_ptr() for x in self.tensors])
+        object.__setattr__(self, "aligned", all(pointer & 15 == 0 for pointer in self.pointers))
 
 
 NOTHING = Fixed()
@@ -118,14 +174,19 @@ def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple, fixed: Fixed
     are declared not to be specialised on, a plan is made for one combination of types, and the pointers are aligned.
     """
     pointers = [x.data_ptr() for x in tensors]
-    pointers += fixed.pointers
-    aligned = True
+    aligned = fixed.aligned
     for pointer in pointers:
         if pointer & 15:
             aligned = False
     if aligned and plan.run is not None:
-        plan.run(*pointers, *numbers, *plan.constants)
+        direct = plan.direct
+        if direct is None or hooks_are_set():
+            plan.run(*pointers, *fixed.pointers, *numbers, *plan.constants)
+            return
+        run, stream_of, device, behind = direct
+        run(*plan.grid, stream_of(device), *behind, *pointers, *fixed.pointers, *numbers, *plan.constants)
         return
     compiled = kernel[plan.grid](*tensors, *fixed.tensors, *numbers, *plan.constants, **plan.options)
     if aligned and hasattr(compiled, "__getitem__"):  # not so when interpreted
+        plan.direct = Direct.of(compiled)
         plan.run = compiled[plan.grid]
