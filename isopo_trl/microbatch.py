@@ -139,8 +139,7 @@ class Microbatch:
 
     def stack_ledger(self, indices: range) -> KernelLedger:
         """Where a kernel enters the coefficients of the layers of a stack."""
-        for index in indices:
-            self._visit(index)
+        self._visit_all(indices)
         if self._kernel_ledger is None:
             self._kernel_ledger = KernelLedger(self.ledger)
         return self._kernel_ledger
@@ -155,9 +154,7 @@ class Microbatch:
 
     def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[E, m]` of the layers of a stack; `statistics` have a first dimension `E`."""
-        for index in indices:
-            self._visit(index)
-        places = slice(indices.start, indices.stop)
+        places = self._visit_all(indices)
         history, known = self.running.history[places], self.running.known[places]
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
         self.ledger.record(places, result, statistics.ntk)
@@ -171,12 +168,20 @@ class Microbatch:
             )
         self.visits[index] += 1
 
+    def _visit_all(self, indices: range) -> slice:
+        """The same for the layers of a stack, one behind the other; returns their places."""
+        self._visit(indices.start)
+        others = slice(indices.start + 1, indices.stop)
+        self.visits[others] = [times + 1 for times in self.visits[others]]
+        return slice(indices.start, indices.stop)
+
     # Terms without an advantage
 
     def visit_in_term(self, *indices: int) -> None:
         """Note that the backward of a term has come to these layers."""
+        visits = self.visits_of_terms
         for index in indices:
-            self.visits_of_terms[index] += 1
+            visits[index] += 1
 
     def backward_of_term(self, term: torch.Tensor) -> None:
         """
