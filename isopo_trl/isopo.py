@@ -317,7 +317,7 @@ class ISOPO:
 
     def _refuse_new_parameters(self) -> None:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
-        new = trained_parameters(self._model) - self._planned
+        new = trained_parameters(self._model, self._planned)
         if new:
             places = {module: place for place, module in self._model.named_modules()}
             names = sorted(full_name(places[module], name) for module, name in new)

@@ -51,6 +51,7 @@ class RunningStatistics:
         self.rule = rule
         self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
         self.known = [False] * layers
+        self._on_device: tuple[list[bool], torch.Tensor] | None = None  # what was known, and the same as numbers
         self.proportions = [0.0] * layers
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
         self.by_rows = [False] * layers
@@ -219,8 +220,9 @@ class RunningStatistics:
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
-        known = self.mean.new_tensor(self.known)
-        scales = torch.stack([ratio(x, fx), ratio(fx, x), known], dim=1)
+        if self._on_device is None or self._on_device[0] != self.known:  # the device has nothing to do meanwhile
+            self._on_device = (list(self.known), self.mean.new_tensor(self.known))
+        scales = torch.stack([ratio(x, fx), ratio(fx, x), self._on_device[1]], dim=1)
         self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
 
     def state_dict(self) -> dict[str, Any]:
