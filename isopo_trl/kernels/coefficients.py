@@ -28,6 +28,8 @@ LARGEST_TILE = 2**13
 MAX_SAMPLE_BLOCK = 128
 # Counters of a microbatch: one for a layer, and one for each block of features of an elementwise parameter
 COUNTERS = 1024
+# Bytes of scaled rows up to which all layers share their memory; more would be missed elsewhere in the backward pass
+MOST_SHARED = 2**23
 
 # What a kernel is compiled for, one bit each
 _VARIANT = ("overlap", "norm", "ntk", "p", "q", "r", "regularized", "keep small", "paper")
@@ -137,6 +139,19 @@ class KernelLedger:
         found = self._scratch.get(key)
         if found is None:
             found = self._scratch[key] = scratch(like, *shape)
+        return found
+
+    def rows_like(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        Memory of the shape and type of `x` `[N, d]`, which a layer has until another one asks: not for what is
+        returned to autograd or kept. Not initialised.
+        """
+        key = ("rows", x.shape, x.dtype)
+        found = self._scratch.get(key)
+        if found is None:
+            found = x.new_empty(x.shape)
+            if found.nbytes <= MOST_SHARED:
+                self._scratch[key] = found
         return found
 
 
