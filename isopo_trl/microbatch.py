@@ -9,6 +9,7 @@ from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
 from .kept_rows import Draw
 from .kernels.coefficients import KernelLedger, usable
+from .kernels.rms_norm import Factors
 from .rules.ledger import Ledger
 from .rules.rule import Rule
 from .rules.running import RunningStatistics
@@ -49,6 +50,7 @@ class Microbatch:
             none.
         recomputes (`bool`): whether, in the backward of such a term, a layer's forward has run again: then what the
             graph needs is not in memory, but made once more (gradient checkpointing).
+        factors ([`Factors`]): memory for what norms keep for their backward.
     """
 
     shape: tuple[int, int]
@@ -71,6 +73,7 @@ class Microbatch:
     in_term: bool = field(init=False, default=False)
     visits_of_terms: list[int] = field(init=False, default_factory=list)
     recomputes: bool = field(init=False, default=False)
+    factors: Factors = field(init=False, default_factory=Factors)
     _kernel_ledger: KernelLedger | None = field(init=False, default=None)
     _kernels_take: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
