@@ -107,7 +107,7 @@ class Driver:
 
 @contextlib.contextmanager
 def launches_that_do_nothing(launcher: bool = False):
-    """A context in which the kernels take CPU tensors; yields the [`Launches`], with Triton's `launcher` or without."""
+    """A context in which the kernels take CPU tensors; yields the [`Launches`], with Triton's `launcher` or not."""
     import triton
     from triton.compiler.compiler import CompiledKernel
 

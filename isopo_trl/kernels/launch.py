@@ -79,10 +79,10 @@ class Direct(NamedTuple):
     A compiled kernel's own launcher, past what Triton asks and prepares at each launch.
 
     Args:
-        run (`Callable`): `run(*grid, stream, function, metadata, *of_hooks, *arguments)`.
+        run (`Callable`): `run(*grid, stream, *behind, *arguments)`.
         stream_of (`Callable`): the stream of a device that work goes to now.
         device (`int`): the device that the kernel was compiled on.
-        behind (`tuple`): what comes behind the stream: function and metadata, and nothing for hooks.
+        behind (`tuple`): function and metadata, and nothing for hooks.
     """
 
     run: Callable
@@ -101,7 +101,18 @@ class Direct(NamedTuple):
             hooks_are_set()
         except (AttributeError, TypeError, ValueError):
             return None
-        return direct if taken in _LAUNCHERS else None
+        return direct._past_python() if taken in _LAUNCHERS else None
+
+    def _past_python(self) -> "Direct":
+        """What a launcher in Python calls in the end, where it is known that there is nothing else for it to do."""
+        launcher: Any = self.run
+        kind: Any = type(launcher)
+        scratches = _scratches(kind)
+        if scratches is None or any(getattr(launcher, f"{name}_size") for name in scratches):
+            return self
+        function, *others = self.behind
+        settings = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        return self._replace(run=launcher.launch, behind=(function, *settings, *(None for _ in scratches), *others))
 
 
 # What launchers take. The first is that of Triton 3.4 to 3.6, where `args` begins with what the second names
@@ -112,6 +123,20 @@ _LAUNCHERS = (
         *("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
     ),
 )
+
+
+@lru_cache
+def _scratches(kind: Any) -> tuple[str, ...] | None:
+    """The memory that launchers of a `kind` make for a kernel that asks for it; `None` for other kinds."""
+    try:
+        source = " ".join(inspect.getsource(kind.__call__).split())
+    except (OSError, TypeError, AttributeError):
+        return None
+    for scratches in (("global_scratch",), ("global_scratch", "profile_scratch")):  # Triton 3.4; 3.5 and 3.6
+        settings = "self.launch_cooperative_grid, self.launch_pdl"
+        if f"self.launch(gridX, gridY, gridZ, stream, function, {settings}, {', '.join(scratches)}, *args)" in source:
+            return scratches
+    return None
 
 
 def hooks_are_set() -> bool:

@@ -99,6 +99,22 @@ class NewerLauncher(Launcher):
         super().__call__(gridX, gridY, gridZ, stream, function, kernel_metadata, *of_hooks, *args)
 
 
+class WithScratch(Launcher):
+    """In the words of Triton 3.5 and 3.6, which give a kernel memory that it asks for, and go on in C."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, "pdl"
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        global_scratch = "memory" if self.global_scratch_size else None
+        profile_scratch = None
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                    global_scratch, profile_scratch, *args)  # fmt: skip
+
+    def launch(self, *given):
+        self.launched.append(given)
+
+
 class OtherLauncher(Launcher):
     def __call__(self, grid, stream, function, *args):
         raise AssertionError("a launcher that takes other arguments was called")
@@ -153,6 +169,19 @@ def test_a_known_launcher_is_called_directly_on_the_stream_of_the_moment(driver,
         ("direct", 3, 2, 1, (3, 100), "function", "metadata", *arguments, 8, "constant"),
         ("direct", 3, 2, 1, (3, 101), "function", "metadata", *arguments, 9, "constant"),
     ]
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_what_a_launcher_does_in_python_is_left_out_unless_a_kernel_asks_for_memory(driver, size):
+    launcher, plan = WithScratch(), Plan((3, 2, 1), ("constant",))
+    launcher.global_scratch_size = size
+    kernel = compiled_with(launcher)
+    x = torch.zeros(4)
+    for _ in range(2):
+        launch(kernel, plan, (x,), (7,))
+    given = ("function", False, "pdl", "memory" if size else None, None, "metadata", None, None, None)
+    assert launcher.launched == [(3, 2, 1, (3, 100), *given, x.data_ptr(), 7, "constant")]
+    assert (plan.direct.run == launcher.launch) == (size == 0)
 
 
 def test_a_launcher_that_takes_other_arguments_is_left_to_triton(driver):
