@@ -343,14 +343,18 @@ class ISOPOTrainer(GRPOTrainer):
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         unequal = trl_seam.unequal_ranks(self) if train and self.skipping is not None else nullcontext()
-        with unequal, caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward) as given:
+        weighed = trl_seam.weighed_loss(self, batch, forward, self.terms.are_balance)
+        with unequal, caught_outputs(model, catch) as outputs, weighed as given:
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
         if train and self.step_control is not None:
             if self.skipping is None:  # which notes all that it has seen
                 self.step_control.kl.note(batch)
             if self.step_control.behaviour is not None and forward.drift is not None:
                 self.step_control.behaviour.add(forward.drift, is_fresh(batch, self._optimizer_steps))
-        terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
+        if self.terms.are_balance:
+            terms = self.terms.within(loss, given.aux_loss, forward.outputs)
+        else:
+            terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
         # Here, where TRL has waited for the device already
         counts = torch.stack([forward.broken, *(~derivative.vanishes for derivative in terms.derivatives)])
         broken, *moving = self.accelerator.reduce(counts, reduction="sum").tolist()  # so that no rank is left waiting
