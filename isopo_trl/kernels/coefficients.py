@@ -17,7 +17,7 @@ from transformers.utils import is_triton_available
 from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
 from ..rules.rule import Coefficients, KernelForm, Rule
-from .launch import Fixed, constant, jit, part_of, power_of_two, scratch, takes
+from .launch import Fixed, Scratch, constant, jit, part_of, power_of_two, takes
 
 
 if is_triton_available():
@@ -105,7 +105,7 @@ def _form_of(rule: Rule) -> KernelForm:
     return form
 
 
-class KernelLedger:
+class KernelLedger(Scratch):
     """
     A microbatch's [`~rules.ledger.Ledger`] as the kernels take it.
 
@@ -120,6 +120,7 @@ class KernelLedger:
     """
 
     def __init__(self, ledger: Ledger):
+        super().__init__()
         self.rule, self.table, self.advantages = ledger.rule, ledger.table, ledger.advantages
         self.needs = ledger.rule.needs
         self.variant = variant_of(ledger.rule)
@@ -128,18 +129,6 @@ class KernelLedger:
         layers = len(ledger.table)
         settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
         self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings))
-        self._scratch: dict[tuple, torch.Tensor] = {}
-
-    def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
-        """
-        Memory for one `use`, which has it until another layer asks for the same: on the device, layers follow one
-        another. Not initialised, in the type in which sums over `like` are made.
-        """
-        key = (use, shape, like.dtype)
-        found = self._scratch.get(key)
-        if found is None:
-            found = self._scratch[key] = scratch(like, *shape)
-        return found
 
     def rows_like(self, x: torch.Tensor) -> torch.Tensor:
         """

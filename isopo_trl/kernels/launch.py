@@ -63,6 +63,24 @@ def scratch(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, device=like.device, dtype=accumulation_dtype(like.dtype))
 
 
+class Scratch:
+    """Memory for what is over when a layer's backward is: on the device, layers follow one another."""
+
+    def __init__(self):
+        self._scratch: dict[tuple, torch.Tensor] = {}
+
+    def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
+        """
+        Memory for one `use`, which has it until another layer asks for the same. Not initialised, in the type in which
+        sums over `like` are made.
+        """
+        key = (use, shape, like.dtype, like.device)
+        found = self._scratch.get(key)
+        if found is None:
+            found = self._scratch[key] = scratch(like, *shape)
+        return found
+
+
 def jit(**options: Any) -> Any:
     """`triton.jit`, or nothing where there is no Triton."""
     return triton.jit(**options) if is_triton_available() else lambda function: function

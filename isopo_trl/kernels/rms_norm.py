@@ -17,8 +17,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import accumulation_dtype
-from .coefficients import KernelLedger
-from .launch import Plan, jit, launch, power_of_two, scratch, types_of
+from .launch import Plan, Scratch, jit, launch, power_of_two, scratch, types_of
 
 
 if is_triton_available():
@@ -150,10 +149,11 @@ def _backward_kernel(
     tl.store(sums + (s * tl.num_programs(0) + split) * D + d, total, mask=d < D)
 
 
-class Factors:
+class Factors(Scratch):
     """Memory for the factors of rows, which wait for the backward pass: of several norms in one piece."""
 
     def __init__(self):
+        super().__init__()
         self._free: dict[tuple, list[torch.Tensor]] = {}
 
     def take(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -237,7 +237,7 @@ def backward(
     sequences: Sequences,
     samples: Samples | None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ledger: KernelLedger | None = None,
+    ledger: Scratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Gradient of the input; the weight's gradient summed over parts of each sequence, `[m, splits, d]`, and at the
@@ -249,7 +249,7 @@ def backward(
         sequences, samples: as elsewhere; the layout is regular.
         into (`tuple`, *optional*): in place of samples, a tensor `[n, d]` that some rows go to, and which of its rows
             each position goes to, `[N]`, or `-1`; the tensor is returned.
-        ledger ([`KernelLedger`], *optional*): has the memory that the sums go to.
+        ledger ([`Scratch`], *optional*): has the memory that the sums go to.
     """
     if g.stride(-1) != 1:
         g = g.contiguous()

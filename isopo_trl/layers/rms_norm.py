@@ -133,7 +133,7 @@ class _FrozenRMSNorm(LayerFunction):
         x = x.contiguous()
         y, scale = rms_norm.forward(x, weight, flavour, microbatch.factors)
         ctx.save_for_backward(x, weight, scale)
-        ctx.flavour = flavour
+        ctx.flavour, ctx.memory = flavour, microbatch.factors
         return y
 
     @staticmethod
@@ -141,7 +141,9 @@ class _FrozenRMSNorm(LayerFunction):
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         every = Sequences.regular(x.shape[0], x.shape[1])
-        return rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None)[0], None, None, None
+        # Of the weight's gradient, which nobody reads
+        dx, _, _ = rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None, ledger=ctx.memory)
+        return dx, None, None, None
 
 
 def frozen_norms(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:

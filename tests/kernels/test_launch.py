@@ -8,7 +8,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
-from isopo_trl.kernels.launch import NOTHING, Direct, Fixed, Plan, hooks_are_set, launch
+from isopo_trl.kernels.launch import NOTHING, Direct, Fixed, Plan, Scratch, hooks_are_set, launch
 from isopo_trl.rules import make_rule
 from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
 
@@ -65,6 +65,20 @@ def test_a_kernel_compiled_for_aligned_pointers_is_not_launched_for_others():
     assert kernel.compiled == 3 and kernel.launched == []
     launch(kernel, plan, (x[4:],), ())
     assert kernel.compiled == 3 and len(kernel.launched) == 1
+
+
+def test_memory_is_that_of_its_use_shape_and_type():
+    memory, x = Scratch(), torch.zeros(2)
+    first = memory.scratch(x, "sums", 3, 4)
+    assert first.shape == (3, 4) and memory.scratch(x, "sums", 3, 4) is first
+    others = [
+        memory.scratch(x, "overlap", 3, 4),
+        memory.scratch(x, "sums", 12),
+        memory.scratch(x.double(), "sums", 3, 4),
+    ]
+    others += [memory.scratch(x.to("meta"), "sums", 3, 4), Scratch().scratch(x, "sums", 3, 4)]
+    assert all(other is not first for other in others)
+    assert [other.dtype for other in others[1:3]] == [torch.float32, torch.float64] and others[3].is_meta
 
 
 class Launcher:

@@ -110,6 +110,20 @@ def test_norms_that_share_a_piece_of_memory_have_the_factors_that_they_have_alon
         assert torch.equal(y, expected) and torch.equal(scale, alone)
 
 
+def test_sums_of_norms_are_in_the_memory_that_is_given():
+    flavour, memory = FLAVOURS["gemma"], rms_norm.Factors()
+    given, x, g, weight = example(2, 10, 6)
+    _, scale = rms_norm.forward(x, weight, flavour)
+    arguments = (weight, scale, flavour, given.sequences, None)
+    expected, fresh, _ = rms_norm.backward(x, g, *arguments)
+    places = set()
+    for _ in range(2):
+        dx, sums, _ = rms_norm.backward(x, g, *arguments, ledger=memory)
+        assert torch.equal(dx, expected) and torch.equal(sums, fresh)
+        places.add(sums.data_ptr())
+    assert len(places) == 1 and fresh.data_ptr() not in places
+
+
 def test_a_program_that_has_a_whole_sequence_sums_all_of_its_positions(monkeypatch):
     """As with hundreds of sequences, which would take long under the interpreter."""
     made = rms_norm._backward_plan
