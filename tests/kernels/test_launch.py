@@ -246,33 +246,6 @@ def test_the_launcher_of_the_triton_that_is_installed_is_known(driver):
     assert Direct.of(compiled) is not None, inspect.signature(launcher)
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_a_direct_launch_does_what_tritons_own_does():
-    given = batch(3, 7, 5, 33, 8, dtype=torch.float32)
-    run = Run.of(given, FISHER)
-    run.ledger.table.copy_(torch.randn_like(run.ledger.table))
-    x, noted = given.a.contiguous(), []
-
-    def scaled():
-        return linear.scaled(x, given.sequences, run.ledger, 0).clone()
-
-    linear._scale_plan.cache_clear()
-    first, direct = scaled(), scaled()
-    plan = linear._scale_plan(3, 7, 33, (33, 33), False, (x.dtype, x.dtype), x.device)
-    assert plan.direct is not None and plan.direct.device == x.device.index
-    runtime = pytest.importorskip("triton").knobs.runtime
-    runtime.launch_enter_hook.add(noted.append)
-    try:
-        hooked = scaled()
-    finally:
-        runtime.launch_enter_hook.remove(noted.append)
-    assert len(noted) == 1 and torch.equal(first, direct) and torch.equal(first, hooked)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        elsewhere = scaled()
-        torch.cuda.current_stream().synchronize()
-    assert torch.equal(first, elsewhere)
-
-
 @needs_kernels
 def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
     """A plan remembers what was compiled for it: all that a compiled kernel depends on must tell plans apart."""
