@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from . import (
     reward_functions,
     trl_seam,
 )
+from .backward_thread import calling_thread, is_on_one_device
 from .behaviour import drift_sums
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
@@ -234,7 +235,8 @@ class ISOPOTrainer(GRPOTrainer):
         skips = trl_seam.intercepted(accelerator, "backward", skipping.backward) if skipping else nullcontext()
         try:
             with skips, self._around_deepspeed(model) if self.is_deepspeed_enabled else nullcontext():
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                with calling_thread(self._is_on_one_device):
+                    loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self._forget_step()
             raise
@@ -245,6 +247,10 @@ class ISOPOTrainer(GRPOTrainer):
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
         return loss
+
+    @cached_property
+    def _is_on_one_device(self) -> bool:
+        return is_on_one_device(self.model)  # asked when training begins
 
     @contextmanager
     def _around_deepspeed(self, engine: Any) -> Iterator[None]:
