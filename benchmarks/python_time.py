@@ -2,10 +2,12 @@
 What Python costs in a step, without a GPU: models and layers so narrow that there is nearly nothing to compute.
 
 Triton's kernels are on, but launching one does nothing, so that results are meaningless and what is measured is all
-that happens on the way to a launch. Triton's launcher itself is not in the figures: count launches and their arguments
-instead, which are printed. Run it on a quiet machine, one thread (`OMP_NUM_THREADS=1`).
+that happens on the way to a launch. Triton's launcher itself is not in the figures, unless `--launcher` asks for what
+of it is Python; launches and their arguments are counted and printed. Run it on a quiet machine, one thread
+(`OMP_NUM_THREADS=1`).
 
     python benchmarks/python_time.py                    # steps beside GRPO's, 28 blocks
+    python benchmarks/python_time.py --launcher         # with Triton's Python around each launch
     python benchmarks/python_time.py --lora 4           # the same with LoRA
     python benchmarks/python_time.py --layers           # microseconds per layer, forward and backward
     python benchmarks/python_time.py --plain            # plain PyTorch instead of the kernels' path
@@ -41,11 +43,15 @@ AT_ONCE = 20
 
 
 class Launches:
-    """Stands in for all that Triton compiles, and counts: `numbers` of launches by kernel, `arguments` of them all."""
+    """
+    Stands in for all that Triton compiles, and counts: `numbers` of launches by kernel, `arguments` of them all. With
+    `launcher`, by way of Triton's own (3.7 or later), whose last call, in C, is the first that is left out.
+    """
 
-    def __init__(self):
+    def __init__(self, launcher: bool = False):
         self.numbers: Counter[str] = Counter()
         self.arguments = 0
+        self.launcher = launcher
 
     def forget(self) -> None:
         self.numbers.clear()
@@ -54,6 +60,8 @@ class Launches:
     def compiled(self, kernel):
         """What `kernel` compiles to: `compiled[grid](*arguments)` launches it."""
         launches, name = self, kernel.__name__
+        if self.launcher:
+            return self._with_launcher(name)
 
         class Compiled:
             def __getitem__(self, grid):
@@ -65,14 +73,48 @@ class Launches:
 
         return Compiled()
 
+    def _with_launcher(self, name):
+        from triton.backends.nvidia.driver import CudaLauncher
+        from triton.compiler.compiler import CompiledKernel
+
+        def launch(*given):
+            *_, of_launch, enter, leave, _, _, _, _, arguments = given
+            self.numbers[name] += 1
+            self.arguments += len(arguments)
+            for hook in (enter, leave):
+                if hook is not None:
+                    hook(of_launch)
+
+        launcher = CudaLauncher.__new__(CudaLauncher)
+        nothing = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+        nothing += ("gsan_enabled", "launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
+        vars(launcher).update(dict.fromkeys(nothing, 0), launch=launch, num_ctas=1)
+        compiled = CompiledKernel.__new__(CompiledKernel)
+        # There is nothing to unload
+        vars(compiled).update(_run=launcher, module=None, function=0, packed_metadata=(), name=name, src=None)
+        return compiled
+
+
+class Driver:
+    """Stands in for Triton's, of a device that is not there."""
+
+    def get_current_device(self):
+        return torch.get_num_threads() and 0  # about what PyTorch takes to answer
+
+    def get_current_stream(self, device):
+        return 0
+
 
 @contextlib.contextmanager
-def launches_that_do_nothing():
-    """A context in which the kernels take CPU tensors; yields the [`Launches`]."""
+def launches_that_do_nothing(launcher: bool = False):
+    """A context in which the kernels take CPU tensors; yields the [`Launches`], with Triton's `launcher` or not."""
     import triton
+    from triton.compiler.compiler import CompiledKernel
 
-    launches = Launches()
+    launches = Launches(launcher)
     with (
+        patch.object(CompiledKernel, "_init_handles", lambda _: None),
+        patch.object(triton.runtime.driver, "_active", Driver()),
         patch.object(triton.JITFunction, "__getitem__", lambda kernel, _: lambda *_, **__: launches.compiled(kernel)),
         patch.object(launch, "_INTERPRETED", (torch.float32,)),
         patch.object(linear, "choose_strategy", lambda *_: "kept"),  # as layers of the usual sizes on a GPU
@@ -189,11 +231,14 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 for full weights")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--launcher", action="store_true", help="with the Python of Triton's launcher")
     parser.add_argument("--plain", action="store_true", help="plain PyTorch in place of the kernels' path")
     parser.add_argument("--layers", action="store_true", help="layer by layer instead of whole steps")
     parser.add_argument("--functions", metavar="RULE", help="a profile of this rule's steps instead")
     options = parser.parse_args()
-    with contextlib.nullcontext(Launches()) if options.plain else launches_that_do_nothing() as launches:
+    with (
+        contextlib.nullcontext(Launches()) if options.plain else launches_that_do_nothing(options.launcher) as launches
+    ):
         if options.layers:
             layers(options)
         elif options.functions:

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
+from isopo_trl.backward_thread import calling_thread
 from isopo_trl.layers import layer as isopo_layer
 
 
@@ -48,6 +49,8 @@ TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
 STEP = "@step"  # behind a rule's name: with the rows of the step before
 LIGER = ":liger"  # behind the name of GRPO or a rule: with Liger's kernels in the model
 COMPILED = ":compiled"  # the same: by `torch.compile`
+CALLING = ":calling"  # behind GRPO's name: the backward in the thread that asks for it, as ISOPO has it
+DEVICES = ":devices"  # behind a rule's name: in that which PyTorch keeps for the device, as GRPO has it
 WARM_UP = 3
 
 
@@ -75,13 +78,15 @@ def add_variant_options(parser: argparse.ArgumentParser, rules: list[str]) -> No
     choices = [*RULES, *(f"{rule}+{weights}" for rule in RULES for weights in TOKEN_WEIGHTS)]
     choices += [f"{rule}{STEP}" for rule in RULES]
     choices += [f"{name}{way}" for name in ("grpo", *RULES) for way in (LIGER, COMPILED)]
+    choices += [f"grpo{CALLING}", *(f"{rule}{DEVICES}" for rule in RULES)]
     parser.add_argument(
         "--rules",
         nargs="+",
         choices=choices,
         default=rules,
         metavar="RULE",
-        help=f"RULE, RULE+TOKEN_WEIGHTS, RULE{STEP} for fisher_scope='step'; grpo or RULE with {LIGER} or {COMPILED}",
+        help=f"RULE, RULE+TOKEN_WEIGHTS, RULE{STEP} for fisher_scope='step'; grpo or RULE with {LIGER} or {COMPILED}; "
+        f"grpo{CALLING} and RULE{DEVICES}, whose backward runs in the other's thread",
     )
     parser.add_argument("--recipe", action="store_true", help="also the published recipe (hook_recipe.py)")
 
@@ -167,7 +172,7 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     """
     if name.endswith(LIGER):
         settings["use_liger_kernel"] = True
-    name = name.removesuffix(LIGER).removesuffix(COMPILED)
+    name = name.removesuffix(LIGER).removesuffix(COMPILED).removesuffix(CALLING).removesuffix(DEVICES)
     kind, config = {"grpo": (GRPOTrainer, GRPOConfig), "recipe": (RecipeTrainer, GRPOConfig)}.get(
         name, (ISOPOTrainer, ISOPOConfig)
     )
@@ -225,6 +230,8 @@ class Variant:
         # The sizes are placeholders: `step` is handed its batch
         self.trainer = trainer = make_trainer(name, case, per_device_train_batch_size=2, num_generations=2)
         trainer.current_gradient_accumulation_steps = 1
+        ours = isinstance(trainer, ISOPOTrainer) and not name.endswith(DEVICES)
+        self.in_calling_thread = ours or name.endswith(CALLING)
         if case.checkpointing:
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         self.kernels = liger_kernels.LigerKernels(trainer) if trainer.args.use_liger_kernel else nullcontext()
@@ -234,7 +241,7 @@ class Variant:
         self.model.train()
 
     def step(self, inputs: dict[str, torch.Tensor]) -> None:
-        with self.kernels:
+        with self.kernels, calling_thread(self.in_calling_thread):
             self._step(inputs)
 
     def _step(self, inputs: dict[str, torch.Tensor]) -> None:

@@ -308,7 +308,7 @@ class ISOPO:
             self._verify_terms(microbatch)
             self._every_layer_was_reached = True
             self._last = (microbatch.ledger, microbatch.visits)
-            microbatch.running.add(microbatch.ledger, [times > 0 for times in microbatch.visits])
+            microbatch.running.add(microbatch.ledger, list(map(bool, microbatch.visits)))
             if self._kept is not None and microbatch.draw is not None:
                 visits = zip(self._places, microbatch.visits, strict=True)
                 self._kept.unreached(microbatch.draw, [layer.index for layer, times in visits if not times])
@@ -317,7 +317,7 @@ class ISOPO:
 
     def _refuse_new_parameters(self) -> None:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
-        new = trained_parameters(self._model) - self._planned
+        new = trained_parameters(self._model, self._planned)
         if new:
             places = {module: place for place, module in self._model.named_modules()}
             names = sorted(full_name(places[module], name) for module, name in new)
@@ -328,6 +328,8 @@ class ISOPO:
 
     def _verify_visits(self, visits: list[int]) -> None:
         least = 0 if self._every_layer_was_reached else 1
+        if least <= min(visits) and max(visits) <= 1:
+            return
         pairs = zip(self._places, visits, strict=True)
         wrong = [(layer, times) for layer, times in pairs if not (0 if layer.is_alias else least) <= times <= 1]
         wrong = list(dict.fromkeys(wrong))  # a stack is one layer here
@@ -342,7 +344,7 @@ class ISOPO:
 
     def _verify_terms(self, microbatch: Microbatch) -> None:
         """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
-        if not microbatch.visits_of_terms:
+        if not microbatch.visits_of_terms or all(microbatch.visits):
             return
         both = zip(self._place_names, microbatch.visits_of_terms, microbatch.visits, strict=True)
         lost = [name for name, of_term, of_loss in both if of_term and not of_loss]

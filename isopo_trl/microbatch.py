@@ -9,6 +9,7 @@ from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
 from .kept_rows import Draw
 from .kernels.coefficients import KernelLedger, usable
+from .kernels.rms_norm import Factors
 from .rules.ledger import Ledger
 from .rules.rule import Rule
 from .rules.running import RunningStatistics
@@ -49,6 +50,7 @@ class Microbatch:
             none.
         recomputes (`bool`): whether, in the backward of such a term, a layer's forward has run again: then what the
             graph needs is not in memory, but made once more (gradient checkpointing).
+        factors ([`Factors`]): memory for what norms keep for their backward.
     """
 
     shape: tuple[int, int]
@@ -71,6 +73,7 @@ class Microbatch:
     in_term: bool = field(init=False, default=False)
     visits_of_terms: list[int] = field(init=False, default_factory=list)
     recomputes: bool = field(init=False, default=False)
+    factors: Factors = field(init=False, default_factory=Factors)
     _kernel_ledger: KernelLedger | None = field(init=False, default=None)
     _kernels_take: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
@@ -139,8 +142,7 @@ class Microbatch:
 
     def stack_ledger(self, indices: range) -> KernelLedger:
         """Where a kernel enters the coefficients of the layers of a stack."""
-        for index in indices:
-            self._visit(index)
+        self._visit_all(indices)
         if self._kernel_ledger is None:
             self._kernel_ledger = KernelLedger(self.ledger)
         return self._kernel_ledger
@@ -155,9 +157,7 @@ class Microbatch:
 
     def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[E, m]` of the layers of a stack; `statistics` have a first dimension `E`."""
-        for index in indices:
-            self._visit(index)
-        places = slice(indices.start, indices.stop)
+        places = self._visit_all(indices)
         history, known = self.running.history[places], self.running.known[places]
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
         self.ledger.record(places, result, statistics.ntk)
@@ -171,12 +171,20 @@ class Microbatch:
             )
         self.visits[index] += 1
 
+    def _visit_all(self, indices: range) -> slice:
+        """The same for the layers of a stack, one behind the other; returns their places."""
+        self._visit(indices.start)
+        others = slice(indices.start + 1, indices.stop)
+        self.visits[others] = [times + 1 for times in self.visits[others]]
+        return slice(indices.start, indices.stop)
+
     # Terms without an advantage
 
     def visit_in_term(self, *indices: int) -> None:
         """Note that the backward of a term has come to these layers."""
+        visits = self.visits_of_terms
         for index in indices:
-            self.visits_of_terms[index] += 1
+            visits[index] += 1
 
     def backward_of_term(self, term: torch.Tensor) -> None:
         """

@@ -3,7 +3,9 @@ The terms of the loss that carry no advantage, and that no rule may rescale: the
 the entropy bonus, and the load-balancing loss of mixtures of experts.
 
 TRL's own loss computes them, since with advantages of zero it consists of nothing else: it is called once more, on
-what the one forward pass has returned. From there they need a backward pass of their own, or none where they vanish.
+what the one forward pass has returned. Only the load-balancing loss, which has no part in what policies are compared
+by, can stay in the loss where it is alone, and its derivative is asked for by itself. From there they need a backward
+pass of their own, or none where they vanish.
 """
 
 from collections.abc import Callable
@@ -73,6 +75,8 @@ class Terms:
         needs_behaviour (`bool`): whether the KL divergence is corrected by the ratio to the policy that drew the
             tokens, and this can be an older one.
         needs_reference (`bool`): whether there is a KL divergence to the reference model in the loss.
+        are_balance (`bool`): whether there is the load-balancing loss alone: it is left in the policy's then, and
+            TRL's loss need not be called again.
     """
 
     def __init__(self, trainer: Any):
@@ -87,6 +91,7 @@ class Terms:
         }
         self.settings = [f"{name}={value}" for name, value in coefficients.items() if value]
         self.needs_reference = bool(coefficients["beta"])
+        self.are_balance = [name for name, value in coefficients.items() if value] == ["router_aux_loss_coef"]
         self._has_bonus = bool(adaptive or coefficients["entropy_coef"])
         every = args.steps_per_generation * args.num_iterations  # microbatches for which a generation serves
         stale = args.gradient_accumulation_steps % every != 0
@@ -146,6 +151,22 @@ class Terms:
             both = zip(taken_from, slopes, strict=True)
             derivatives = [Derivative(output, slope) for output, slope in both if slope is not None]
         return LossTerms(terms.detach(), derivatives, figures)
+
+    def within(self, loss: torch.Tensor, aux_loss: torch.Tensor | None, outputs: Outputs) -> LossTerms:
+        """
+        The terms of a microbatch that are in the policy's `loss` (scalar): the load-balancing loss, a leaf of it.
+
+        Args:
+            loss (`torch.Tensor`): the loss.
+            aux_loss (`torch.Tensor`, *optional*): the leaf.
+            outputs ([`Outputs`]): what the forward pass has returned.
+        """
+        derivatives = []
+        if aux_loss is not None and aux_loss.requires_grad:
+            assert outputs.aux_loss is not None
+            (slope,) = torch.autograd.grad(loss, [aux_loss], retain_graph=True)
+            derivatives = [Derivative(outputs.aux_loss, slope)]
+        return LossTerms(loss.new_zeros(()), derivatives)
 
     def log(self, of_policy: Figures, terms: LossTerms) -> None:
         """Log what TRL would have logged of the whole loss."""

@@ -6,7 +6,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from . import (
     reward_functions,
     trl_seam,
 )
+from .backward_thread import calling_thread, is_on_one_device
 from .behaviour import drift_sums
 from .config import ISOPOConfig
 from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
@@ -234,7 +235,8 @@ class ISOPOTrainer(GRPOTrainer):
         skips = trl_seam.intercepted(accelerator, "backward", skipping.backward) if skipping else nullcontext()
         try:
             with skips, self._around_deepspeed(model) if self.is_deepspeed_enabled else nullcontext():
-                loss = super().training_step(model, inputs, num_items_in_batch)
+                with calling_thread(self._is_on_one_device):
+                    loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
             self._forget_step()
             raise
@@ -245,6 +247,10 @@ class ISOPOTrainer(GRPOTrainer):
                 if p.requires_grad and p.grad is None:
                     p.grad = torch.zeros_like(p)
         return loss
+
+    @cached_property
+    def _is_on_one_device(self) -> bool:
+        return is_on_one_device(self.model)  # asked when training begins
 
     @contextmanager
     def _around_deepspeed(self, engine: Any) -> Iterator[None]:
@@ -343,14 +349,18 @@ class ISOPOTrainer(GRPOTrainer):
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
         unequal = trl_seam.unequal_ranks(self) if train and self.skipping is not None else nullcontext()
-        with unequal, caught_outputs(model, catch) as outputs, trl_seam.weighed_loss(self, batch, forward) as given:
+        weighed = trl_seam.weighed_loss(self, batch, forward, self.terms.are_balance)
+        with unequal, caught_outputs(model, catch) as outputs, weighed as given:
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
         if train and self.step_control is not None:
             if self.skipping is None:  # which notes all that it has seen
                 self.step_control.kl.note(batch)
             if self.step_control.behaviour is not None and forward.drift is not None:
                 self.step_control.behaviour.add(forward.drift, is_fresh(batch, self._optimizer_steps))
-        terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
+        if self.terms.are_balance:
+            terms = self.terms.within(loss, given.aux_loss, forward.outputs)
+        else:
+            terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
         # Here, where TRL has waited for the device already
         counts = torch.stack([forward.broken, *(~derivative.vanishes for derivative in terms.derivatives)])
         broken, *moving = self.accelerator.reduce(counts, reduction="sum").tolist()  # so that no rank is left waiting

@@ -464,16 +464,19 @@ class LossInput:
         with_graph (`torch.Tensor`): `[B, C]`, as the forward pass has made them.
         leaf (`torch.Tensor`): `[B, C]`, the same numbers without their graph, which is what the loss gets: autograd,
             when asked for a derivative, goes over all of the graph before it begins, and the model's is long.
+        aux_loss (`torch.Tensor`, *optional*): scalar, the load-balancing loss likewise, where there is one.
     """
 
     with_graph: torch.Tensor
     leaf: torch.Tensor
+    aux_loss: torch.Tensor | None
 
     def cut(self, outputs: Outputs) -> Outputs:
-        """The outputs with the leaf in them."""
-        self.with_graph = outputs.logps
+        """The outputs with the leaves in them."""
+        self.with_graph, aux_loss = outputs.logps, outputs.aux_loss
         self.leaf = outputs.logps.detach().requires_grad_(torch.is_grad_enabled())
-        return outputs._replace(logps=self.leaf)
+        self.aux_loss = None if aux_loss is None else aux_loss.detach().requires_grad_(aux_loss.requires_grad)
+        return outputs._replace(logps=self.leaf, aux_loss=self.aux_loss)
 
 
 @contextmanager
@@ -481,15 +484,17 @@ def weighed_loss(
     trainer: Any,
     batch: Batch,
     weigh: Callable[[Outputs], tuple[torch.Tensor | None, torch.Tensor | None] | None],
+    balances: bool = False,
 ) -> Iterator[LossInput]:
     """
     Context for TRL's `_compute_loss` of the batch, in which the loss is that of the policy, without the terms that
     carry no advantage, and tokens are weighed. The first call makes the forward pass; others get what it returned.
-    The loss's gradient ends at the leaf of what the context yields.
+    The loss's gradient ends at the leaves of what the context yields.
 
     Args:
         weigh (`Callable`): gets what the loss's forward pass returned, and returns the weights and the ratios of
             [`Batch.set_weights`]; `None` leaves the batch as it is.
+        balances (`bool`): whether the load-balancing loss, which is a leaf of its own, stays in the loss.
     """
     with ExitStack() as loans:
         wanted = {"compute_aux_loss": trainer.aux_loss_enabled}  # for the terms, from the same pass
@@ -510,6 +515,8 @@ def weighed_loss(
             return outputs if ratios is None else outputs._replace(logps=ratios)
 
         own_loss = {**_NO_TERMS, "use_vllm": False, "vllm_importance_sampling_correction": False}
+        if balances:
+            del own_loss["aux_loss_enabled"]
         loans.enter_context(borrowed(trainer, **own_loss))
         loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
         yield given

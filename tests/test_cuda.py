@@ -7,6 +7,7 @@ Where gradients of the two devices are compared, those of the CPU are held again
 import importlib.util
 import itertools
 import math
+import threading
 import warnings
 
 import pytest
@@ -18,7 +19,10 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
-from tests import architectures, oracle, tiny
+from isopo_trl.backward_thread import calling_thread
+from isopo_trl.kernels import linear
+from tests import architectures, oracle, tiny, training
+from tests.kernels import batches
 from tests.layers.harness import Holder
 
 
@@ -215,6 +219,50 @@ def test_experts_under_autocast_have_finite_gradients(lora, tmp_path):
 
 def test_load_balancing_on_the_gpu_is_that_on_the_cpu(tmp_path):
     check_against_the_cpu(lambda: tiny.model("mixtral"), tmp_path, rule="fisher", router_aux_loss_coef=0.5)
+
+
+def test_a_direct_launch_does_what_tritons_own_does():
+    given = batches.batch(3, 7, 5, 33, 8, dtype=torch.float32)
+    run = batches.Run.of(given, batches.FISHER)
+    run.ledger.table.copy_(torch.randn_like(run.ledger.table))
+    x, noted = given.a.contiguous(), []
+
+    def scaled():
+        return linear.scaled(x, given.sequences, run.ledger, 0).clone()
+
+    linear._scale_plan.cache_clear()
+    first, direct = scaled(), scaled()
+    plan = linear._scale_plan(3, 7, 33, (33, 33), False, (x.dtype, x.dtype), x.device)
+    assert plan.direct is not None and plan.direct.device == x.device.index
+    runtime = pytest.importorskip("triton").knobs.runtime
+    runtime.launch_enter_hook.add(noted.append)
+    try:
+        hooked = scaled()
+    finally:
+        runtime.launch_enter_hook.remove(noted.append)
+    assert len(noted) == 1 and torch.equal(first, direct) and torch.equal(first, hooked)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        elsewhere = scaled()
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(first, elsewhere)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_backward_in_the_calling_thread_gives_the_same_gradient(reentrant, tmp_path):
+    """Which kinds of checkpointing differ in: one of them starts a backward pass inside another."""
+    trainer = trainer_for(tiny.model("qwen3"), tmp_path, rule="fisher", fisher_samples=10_000)
+    if reentrant is not None:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        trainer.model.enable_input_require_grads()
+    inputs, main = batch_on("cuda")[1], threading.get_ident()
+    seen = []
+    trainer.model.lm_head.weight.register_hook(lambda _: seen.append(threading.get_ident() == main))
+    found = []
+    for in_calling_thread in (True, False):
+        with calling_thread(in_calling_thread):
+            found.append(training.gradients(trainer, inputs)[1])
+    assert seen == [True, False]
+    assert training.distance(*found) < 1e-5
 
 
 class Operations(TorchDispatchMode):

@@ -69,6 +69,23 @@ def test_a_backward_that_comes_after_the_end_is_an_error_and_is_not_counted(come
     assert given.visits == [0, 2, 0, 0] and torch.equal(given.ledger.table, before)
 
 
+@pytest.mark.parametrize("of_kernels", [True, False])
+def test_the_layers_of_a_stack_are_counted_one_by_one_and_not_after_the_end(of_kernels):
+    given = microbatch()
+    squares = Statistics(norm=SQUARES.norm.expand(2, -1))
+    given.coefficients(2, SQUARES)
+
+    def come():
+        return given.stack_ledger(range(1, 3)) if of_kernels else given.stack_coefficients(range(1, 3), squares)
+
+    come()
+    assert given.visits == [0, 1, 2, 0]
+    given.closed = True
+    with pytest.raises(RuntimeError, match="after its microbatch had ended"):
+        come()
+    assert given.visits == [0, 1, 2, 0]
+
+
 def test_kernels_enter_where_plain_pytorch_does():
     given = microbatch()
     assert given.kernel_ledger(0) is given.kernel_ledger(3)

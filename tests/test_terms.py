@@ -178,7 +178,9 @@ def test_pull_of_p3o_and_terms_share_one_pass(tmp_path):
 
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("rule", ["fisher", "none"])
-def test_load_balancing_loss_is_added_as_it_is(rule, tmp_path):
+def test_load_balancing_loss_is_added_as_it_is(rule, tmp_path, monkeypatch):
+    calls, compute = [], GRPOTrainer._compute_loss
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *given: calls.append(given) or compute(*given))
     model = build("qwen3_moe", target_modules=["q_proj", "v_proj"])
     batch = BATCH()
     ids, mask = batch.input_ids, batch.attention_mask
@@ -192,6 +194,7 @@ def test_load_balancing_loss_is_added_as_it_is(rule, tmp_path):
         results.append(training.gradients(trainer, batch.for_trl())[1])
         trainer.isopo.detach()
     assert len(passes) == (rule != "none")
+    assert len(calls) == len(results)  # beside other terms, TRL's loss is called once more
     without, with_term = results
     check({name: with_term[name] - without[name] for name in expected}, expected)
 

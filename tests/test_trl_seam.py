@@ -221,14 +221,18 @@ def test_trainer_is_as_it_was_after_a_loss_that_fails(tmp_path):
 
 def test_the_graph_of_a_loss_ends_before_the_model():
     weight = torch.ones(3, requires_grad=True)
-    outputs = trl_seam.Outputs((2 * weight).unsqueeze(0), None, None)
+    outputs = trl_seam.Outputs((2 * weight).unsqueeze(0), None, weight.sum())
     given = trl_seam.LossInput()
-    (slope,) = torch.autograd.grad(given.cut(outputs).logps.square().sum(), [given.leaf])
-    assert weight.grad is None and given.with_graph is outputs.logps
+    cut = given.cut(outputs)
+    slope, of_balance = torch.autograd.grad(cut.logps.square().sum() + 5 * cut.aux_loss, [given.leaf, given.aux_loss])
+    assert weight.grad is None and given.with_graph is outputs.logps and of_balance == 5
     given.with_graph.backward(slope)
     assert weight.grad.tolist() == [8.0] * 3
     with torch.no_grad():
         assert not given.cut(outputs).logps.requires_grad
+    # A loss that nothing trained has a part in, and none
+    assert not given.cut(outputs._replace(aux_loss=torch.ones(()))).aux_loss.requires_grad
+    assert given.cut(outputs._replace(aux_loss=None)).aux_loss is None
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -14,7 +14,7 @@ experts.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -202,7 +202,12 @@ def takes_grouped(x: torch.Tensor, columns: int) -> bool:
         return False
     if not hasattr(torch.nn.functional, "grouped_mm"):  # before PyTorch 2.10
         return False
-    return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return not x.is_cuda or _is_new_enough(x.device)
+
+
+@lru_cache
+def _is_new_enough(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _aligned(matrices: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers.utils import is_triton_available
 from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
 from ..rules.rule import Coefficients, KernelForm, Rule
-from .launch import Fixed, constant, jit, part_of, power_of_two, scratch, takes
+from .launch import Fixed, Scratch, constant, jit, part_of, power_of_two, takes
 
 
 if is_triton_available():
@@ -28,6 +28,8 @@ LARGEST_TILE = 2**13
 MAX_SAMPLE_BLOCK = 128
 # Counters of a microbatch: one for a layer, and one for each block of features of an elementwise parameter
 COUNTERS = 1024
+# Bytes of scaled rows up to which all layers share their memory; more would be missed elsewhere in the backward pass
+MOST_SHARED = 2**23
 
 # What a kernel is compiled for, one bit each
 _VARIANT = ("overlap", "norm", "ntk", "p", "q", "r", "regularized", "keep small", "paper")
@@ -103,7 +105,7 @@ def _form_of(rule: Rule) -> KernelForm:
     return form
 
 
-class KernelLedger:
+class KernelLedger(Scratch):
     """
     A microbatch's [`~rules.ledger.Ledger`] as the kernels take it.
 
@@ -118,6 +120,7 @@ class KernelLedger:
     """
 
     def __init__(self, ledger: Ledger):
+        super().__init__()
         self.rule, self.table, self.advantages = ledger.rule, ledger.table, ledger.advantages
         self.needs = ledger.rule.needs
         self.variant = variant_of(ledger.rule)
@@ -126,17 +129,18 @@ class KernelLedger:
         layers = len(ledger.table)
         settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
         self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings))
-        self._scratch: dict[tuple, torch.Tensor] = {}
 
-    def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
+    def rows_like(self, x: torch.Tensor) -> torch.Tensor:
         """
-        Memory for one `use`, which has it until another layer asks for the same: on the device, layers follow one
-        another. Not initialised, in the type in which sums over `like` are made.
+        Memory of the shape and type of `x` `[N, d]`, which a layer has until another one asks: not for what is
+        returned to autograd or kept. Not initialised.
         """
-        key = (use, shape, like.dtype)
+        key = ("rows", x.shape, x.dtype)
         found = self._scratch.get(key)
         if found is None:
-            found = self._scratch[key] = scratch(like, *shape)
+            found = x.new_empty(x.shape)
+            if found.nbytes <= MOST_SHARED:
+                self._scratch[key] = found
         return found
 
 

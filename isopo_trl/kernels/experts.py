@@ -18,7 +18,7 @@ from ..geometry.routing import Routing
 from ..geometry.sequences import SampleRows, Samples
 from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, KernelLedger, _interacting, _non_interacting, tiles
 from .kept_rows import LARGE_BLOCK, _square_sum
-from .launch import Plan, jit, launch, part_of, power_of_two, scratch, types_of
+from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 from .linear import _by_row, _pipeline, _row_products
 
 
@@ -367,13 +367,13 @@ def expert_coefficients(
         else:
             rows, sample_bounds = routing.sample_rows(samples)
         count = len(rows)
-        norms = scratch(g, (m * parts + 1) * count)
+        norms = ledger.scratch(g, "overlaps of experts", (m * parts + 1) * count)
         strides = (g_samples.stride(-2), a_samples.stride(-2))  # `[n, k, ...]` is `[n k, ...]`
         plan = _overlap_plan(m, E, parts, (*shape, *strides), kept, bias, g.dtype, g.device)
         tensors = (g, a, g_samples, a_samples, bounds, rows, sample_bounds, norms)
         launch(_expert_overlap_kernel, plan, tensors, (m, count))
     if needs.norm or needs.ntk:
-        sums = scratch(g, E * m * (m if needs.ntk else parts))
+        sums = ledger.scratch(g, "products of experts", E * m * (m if needs.ntk else parts))
         plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
     plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype, g.device)

@@ -4,10 +4,12 @@ Launching: which tensors the kernels can take, and how a kernel is started witho
 `TRITON_INTERPRET=1` runs the kernels on the CPU; `ISOPO_DISABLE_TRITON=1` turns them off.
 """
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.utils import is_triton_available
@@ -61,6 +63,24 @@ def scratch(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, device=like.device, dtype=accumulation_dtype(like.dtype))
 
 
+class Scratch:
+    """Memory for what is over when a layer's backward is: on the device, layers follow one another."""
+
+    def __init__(self):
+        self._scratch: dict[tuple, torch.Tensor] = {}
+
+    def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
+        """
+        Memory for one `use`, which has it until another layer asks for the same. Not initialised, in the type in which
+        sums over `like` are made.
+        """
+        key = (use, shape, like.dtype, like.device)
+        found = self._scratch.get(key)
+        if found is None:
+            found = self._scratch[key] = scratch(like, *shape)
+        return found
+
+
 def jit(**options: Any) -> Any:
     """`triton.jit`, or nothing where there is no Triton."""
     return triton.jit(**options) if is_triton_available() else lambda function: function
@@ -70,6 +90,81 @@ def constant(value: float) -> Any:
     """A number that kernels may refer to by its name."""
     # The interpreter, which runs kernels as Python, has plain numbers only
     return tl.constexpr(value) if is_triton_available() and not INTERPRET else value
+
+
+class Direct(NamedTuple):
+    """
+    A compiled kernel's own launcher, past what Triton asks and prepares at each launch.
+
+    Args:
+        run (`Callable`): `run(*grid, stream, *behind, *arguments)`.
+        stream_of (`Callable`): the stream of a device that work goes to now.
+        device (`int`): the device that the kernel was compiled on.
+        behind (`tuple`): function and metadata, and nothing for hooks.
+    """
+
+    run: Callable
+    stream_of: Callable[[int], int]
+    device: int
+    behind: tuple
+
+    @classmethod
+    def of(cls, compiled: Any) -> "Direct | None":
+        """For what Triton has compiled; `None` where this Triton is made in another way than those that are known."""
+        try:
+            run, active = compiled.run, triton.runtime.driver.active
+            behind = (compiled.function, compiled.packed_metadata, None, None, None)
+            direct = cls(run, active.get_current_stream, active.get_current_device(), behind)
+            taken = tuple(inspect.signature(run).parameters)
+            hooks_are_set()
+        except (AttributeError, TypeError, ValueError):
+            return None
+        return direct._past_python() if taken in _LAUNCHERS else None
+
+    def _past_python(self) -> "Direct":
+        """What a launcher in Python calls in the end, where it is known that there is nothing else for it to do."""
+        launcher: Any = self.run
+        kind: Any = type(launcher)
+        scratches = _scratches(kind)
+        if scratches is None or any(getattr(launcher, f"{name}_size") for name in scratches):
+            return self
+        function, *others = self.behind
+        settings = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        return self._replace(run=launcher.launch, behind=(function, *settings, *(None for _ in scratches), *others))
+
+
+# What launchers take. The first is that of Triton 3.4 to 3.6, where `args` begins with what the second names
+_LAUNCHERS = (
+    ("gridX", "gridY", "gridZ", "stream", "function", "args"),
+    (
+        *("gridX", "gridY", "gridZ", "stream", "function"),
+        *("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args"),
+    ),
+)
+
+
+@lru_cache
+def _scratches(kind: Any) -> tuple[str, ...] | None:
+    """The memory that launchers of a `kind` make for a kernel that asks for it; `None` for other kinds."""
+    try:
+        source = " ".join(inspect.getsource(kind.__call__).split())
+    except (OSError, TypeError, AttributeError):
+        return None
+    for scratches in (("global_scratch",), ("global_scratch", "profile_scratch")):  # Triton 3.4; 3.5 and 3.6
+        settings = "self.launch_cooperative_grid, self.launch_pdl"
+        if f"self.launch(gridX, gridY, gridZ, stream, function, {settings}, {', '.join(scratches)}, *args)" in source:
+            return scratches
+    return None
+
+
+def hooks_are_set() -> bool:
+    """Whether somebody, such as Triton's profiler, wants to be told of launches."""
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    # A chain of hooks is always there; in Triton 3.4 there is one hook or none
+    if enter is not None and getattr(enter, "calls", True):
+        return True
+    return bool(leave is not None and getattr(leave, "calls", True))
 
 
 @dataclass
@@ -82,12 +177,14 @@ class Plan:
         constants (`tuple`): what the kernel is compiled for.
         options (`dict`): warps and stages.
         run (`Any`): launches the compiled kernel; there once it has been launched the usual way.
+        direct ([`Direct`], *optional*): does the same in less time, but calls no hooks.
     """
 
     grid: tuple[int, int, int]
     constants: tuple
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     run: Any = None
+    direct: Direct | None = None
 
 
 @dataclass(frozen=True)
@@ -101,9 +198,11 @@ class Fixed:
 
     tensors: tuple[torch.Tensor, ...] = ()
     pointers: list[int] = field(init=False)
+    aligned: bool = field(init=False)
 
     def __post_init__(self):
         object.__setattr__(self, "pointers", [x.data_ptr() for x in self.tensors])
+        object.__setattr__(self, "aligned", all(pointer & 15 == 0 for pointer in self.pointers))
 
 
 NOTHING = Fixed()
@@ -118,14 +217,19 @@ def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple, fixed: Fixed
     are declared not to be specialised on, a plan is made for one combination of types, and the pointers are aligned.
     """
     pointers = [x.data_ptr() for x in tensors]
-    pointers += fixed.pointers
-    aligned = True
+    aligned = fixed.aligned
     for pointer in pointers:
         if pointer & 15:
             aligned = False
     if aligned and plan.run is not None:
-        plan.run(*pointers, *numbers, *plan.constants)
+        direct = plan.direct
+        if direct is None or hooks_are_set():
+            plan.run(*pointers, *fixed.pointers, *numbers, *plan.constants)
+            return
+        run, stream_of, device, behind = direct
+        run(*plan.grid, stream_of(device), *behind, *pointers, *fixed.pointers, *numbers, *plan.constants)
         return
     compiled = kernel[plan.grid](*tensors, *fixed.tensors, *numbers, *plan.constants, **plan.options)
     if aligned and hasattr(compiled, "__getitem__"):  # not so when interpreted
+        plan.direct = Direct.of(compiled)
         plan.run = compiled[plan.grid]

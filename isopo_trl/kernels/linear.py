@@ -241,11 +241,14 @@ def _scale_plan(
 def scaled(
     x: torch.Tensor, sequences: Sequences, ledger: KernelLedger, index: int, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each row of `x` `[N, d]` times its sequence's coefficient at layer `index`; `plus` `[N, d]` is added."""
+    """
+    Each row of `x` `[N, d]` times its sequence's coefficient at layer `index`; `plus` `[N, d]` is added. To be used
+    before another layer's rows are scaled, which may take their place.
+    """
     x = _by_row(x)
     other = x if plus is None else _by_row(plus)
     m, T, D = sequences.count, sequences.length, x.shape[1]
-    out = x.new_empty(x.shape)
+    out = ledger.rows_like(x)
     strides, dtypes = (x.stride(0), other.stride(0)), (x.dtype, other.dtype)
     plan = _scale_plan(m, T, D, strides, plus is not None, dtypes, x.device)
     launch(_scale_kernel, plan, (x, other, out, ledger.table), (m, T, index))

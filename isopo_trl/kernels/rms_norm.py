@@ -17,8 +17,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import accumulation_dtype
-from .coefficients import KernelLedger
-from .launch import Plan, jit, launch, power_of_two, scratch, types_of
+from .launch import Plan, Scratch, jit, launch, power_of_two, scratch, types_of
 
 
 if is_triton_available():
@@ -27,6 +26,9 @@ if is_triton_available():
 # Of a tile of rows
 _ELEMENTS = 4096
 MOST_FEATURES = 2**14
+# Norms whose factors are in one piece of memory, and the most numbers in it
+_FACTORS = 16
+_MOST_FACTORS = 2**20
 
 
 class Flavour(NamedTuple):
@@ -147,6 +149,25 @@ def _backward_kernel(
     tl.store(sums + (s * tl.num_programs(0) + split) * D + d, total, mask=d < D)
 
 
+class Factors(Scratch):
+    """Memory for the factors of rows, which wait for the backward pass: of several norms in one piece."""
+
+    def __init__(self):
+        super().__init__()
+        self._free: dict[tuple, list[torch.Tensor]] = {}
+
+    def take(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[rows]` on the device of `x`, not initialised; nobody else has it."""
+        key = (rows, dtype, x.device)
+        free = self._free.get(key)
+        if not free:
+            number = min(_FACTORS, _MOST_FACTORS // rows)
+            if number < 2 or rows % 4:  # whose addresses would not be aligned
+                return x.new_empty(rows, dtype=dtype)
+            free = self._free[key] = list(x.new_empty((number, rows), dtype=dtype).unbind())
+        return free.pop()
+
+
 _settings: dict[tuple, torch.Tensor] = {}
 
 
@@ -169,15 +190,21 @@ def _forward_plan(
     return plan, flavour.output_dtype(*dtypes), accumulation_dtype(dtypes[0])
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, flavour: Flavour) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, flavour: Flavour, factors: Factors | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Output, of the shape of `x` `[..., d]` (contiguous), and the factor of each row, `[rows]`.
+    Output, of the shape of `x` `[..., d]` (contiguous), and the factor of each row, `[rows]`, in memory from `factors`
+    if they are given.
     """
     D = x.shape[-1]
     rows = x.numel() // D
     plan, of_output, of_factors = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
     y = x.new_empty(x.shape, dtype=of_output)
-    scale = x.new_empty(rows, dtype=of_factors)
+    if factors is None:
+        scale = x.new_empty(rows, dtype=of_factors)
+    else:
+        scale = factors.take(x, rows, of_factors)
     launch(_forward_kernel, plan, (x, weight, _epsilon(flavour.eps, x), y, scale), (rows,))
     return y, scale
 
@@ -210,7 +237,7 @@ def backward(
     sequences: Sequences,
     samples: Samples | None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ledger: KernelLedger | None = None,
+    ledger: Scratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     Gradient of the input; the weight's gradient summed over parts of each sequence, `[m, splits, d]`, and at the
@@ -222,7 +249,7 @@ def backward(
         sequences, samples: as elsewhere; the layout is regular.
         into (`tuple`, *optional*): in place of samples, a tensor `[n, d]` that some rows go to, and which of its rows
             each position goes to, `[N]`, or `-1`; the tensor is returned.
-        ledger ([`KernelLedger`], *optional*): has the memory that the sums go to.
+        ledger ([`Scratch`], *optional*): has the memory that the sums go to.
     """
     if g.stride(-1) != 1:
         g = g.contiguous()

@@ -1,5 +1,6 @@
 """Who takes which trained parameter: a layer for every module that has one, refusals by name, the coverage table."""
 
+from collections.abc import Collection
 from typing import Any
 
 from peft import PeftModel
@@ -244,19 +245,21 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
     return head
 
 
-def trained_parameters(model: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The parameters of `model` that are trained now, as (module, name in the module)."""
+def trained_parameters(model: nn.Module, planned: Collection[Place] = ()) -> set[Place]:
+    """The parameters of `model` that are trained now, as (module, name in the module), but for those `planned`."""
     # Through the modules: FSDP swaps parameters, PEFT adds modules. Without their names, which take longer to make
     modules: list[nn.Module | None] = [model]
     found = set()
     for module in modules:  # which grows on the way
         if module is None:
             continue
-        if module._modules:
-            modules += module._modules.values()
-        for name, p in module._parameters.items() if module._parameters else ():
-            if p is not None and p.requires_grad:
-                found.add((module, name))
+        children, own = module._modules, module._parameters
+        if children:
+            modules += children.values()
+        if own:
+            for name, p in own.items():
+                if p is not None and p.requires_grad and (module, name) not in planned:
+                    found.add((module, name))
     return found
 
 

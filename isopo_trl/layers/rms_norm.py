@@ -71,7 +71,7 @@ class _RMSNorm(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, layer, microbatch):
         x = x.contiguous()
-        y, scale = rms_norm.forward(x, weight, layer._flavour)
+        y, scale = rms_norm.forward(x, weight, layer._flavour, microbatch.factors)
         ctx.save_for_backward(x, weight, scale)
         ctx.layer, ctx.microbatch = layer, microbatch
         return y
@@ -124,16 +124,16 @@ class FrozenRMSNorm(Layer):
         known = known and takes(x)
         if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not takes(weight):
             return type(module).forward(module, x, *args, **kwargs)
-        return _FrozenRMSNorm.apply(x, weight, self.flavour)
+        return _FrozenRMSNorm.apply(x, weight, self.flavour, microbatch)
 
 
 class _FrozenRMSNorm(LayerFunction):
     @staticmethod
-    def forward(ctx, x, weight, flavour):
+    def forward(ctx, x, weight, flavour, microbatch):
         x = x.contiguous()
-        y, scale = rms_norm.forward(x, weight, flavour)
+        y, scale = rms_norm.forward(x, weight, flavour, microbatch.factors)
         ctx.save_for_backward(x, weight, scale)
-        ctx.flavour = flavour
+        ctx.flavour, ctx.memory = flavour, microbatch.factors
         return y
 
     @staticmethod
@@ -141,7 +141,9 @@ class _FrozenRMSNorm(LayerFunction):
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         every = Sequences.regular(x.shape[0], x.shape[1])
-        return rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None)[0], None, None
+        # Of the weight's gradient, which nobody reads
+        dx, _, _ = rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None, ledger=ctx.memory)
+        return dx, None, None, None
 
 
 def frozen_norms(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:

@@ -62,7 +62,9 @@ class Diagnostics:
         parts = []
         if self._parts:
             parts.append(torch.where(alive, c.abs() * fisher, 0).sum(1) @ self._member)
-        squares = torch.where(alive, (c * norm).square(), 0).sum() * ledger.loss_scale**2
+        squares = c.new_zeros(())
+        if self.has_norms:
+            squares = torch.where(alive, (c * norm).square(), 0).sum() * ledger.loss_scale**2
         # A sequence that only fills in has the sign 0
         counts = torch.ones_like(ledger.advantages) if ledger.signs is None else ledger.signs != 0
         parts += [squares.unsqueeze(0), counts.sum().to(squares).unsqueeze(0)]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..geometry.guarded import alive_sequences, ratio
+from ..geometry.guarded import ratio
 from ..geometry.statistics import Statistics, scalar_dtype
 from .diagnostics import Diagnostics
 from .ledger import HISTORY, Ledger, expectations_of
@@ -51,6 +51,7 @@ class RunningStatistics:
         self.rule = rule
         self.mean = torch.zeros(layers, len(EXPECTATIONS), device=device, dtype=scalar_dtype(device))
         self.known = [False] * layers
+        self._on_device: tuple[list[bool], torch.Tensor] | None = None  # what was known, and the same as numbers
         self.proportions = [0.0] * layers
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
         self.by_rows = [False] * layers
@@ -85,9 +86,12 @@ class RunningStatistics:
         """Take in one microbatch: the coefficients of the layers that were `reached`."""
         needs, advantages = self.rule.needs, ledger.advantages
         c, fisher, norm, raw, noise = ledger.table.unbind(1)
-        broken = ~torch.isfinite(c + fisher + norm)
-        given = (fisher if needs.overlap else None, norm if needs.norm or needs.ntk else None)
-        alive = ~broken & alive_sequences(*given) if any(needs) else ~broken
+        has_norms = needs.norm or needs.ntk
+        alive = finite = torch.isfinite(c + fisher + norm)
+        if needs.overlap:
+            alive = alive & (fisher > 0)
+        if has_norms:
+            alive = alive & (norm > 0)
         if not all(reached):
             alive = alive & torch.tensor(reached, device=c.device).unsqueeze(1)
         noise = alive & (noise != 0)
@@ -95,7 +99,8 @@ class RunningStatistics:
         defined = alive & (advantages != 0)
         multiplier = torch.where(defined, c / advantages, 0)
         x = fisher if needs.overlap else norm
-        relative = ratio(fisher, norm)
+        # The table has zeros for what the rule does not compute
+        relative = ratio(fisher, norm) if needs.overlap and has_norms else torch.zeros_like(c)
         expectations = (fisher.square(), norm.square(), relative.square(), raw * x, x)
         reported = (fisher, norm, relative, c.abs(), c.square(), multiplier, defined)
         terms = torch.stack([*expectations, torch.ones_like(c), *reported], dim=1)
@@ -106,7 +111,7 @@ class RunningStatistics:
         extremes = torch.where(defined, torch.stack([-multiplier, multiplier]), -torch.inf)
         self._extremes = torch.maximum(self._extremes, extremes.amax(2))
         self._noise = self._noise + noise.sum(-1)
-        self._broken = self._broken + broken.any(0).sum()
+        self._broken = self._broken + (~finite).any(0).sum()
         self._diagnostics.add(ledger, alive)
 
     def step(self, grad_norm: torch.Tensor | None = None) -> dict[str, float]:
@@ -190,11 +195,11 @@ class RunningStatistics:
         fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
         count = sums[:, _COUNT].sum().clamp(min=1)
         lowest, largest = self._extremes.amax(1)
-        needs = self.rule.needs
+        needs, multipliers = self.rule.needs, defined.sum()
         figures = {
-            "multiplier_mean": multiplier.sum() / defined.sum().clamp(min=1),
-            "multiplier_min": torch.where(defined.sum() > 0, -lowest, 0),
-            "multiplier_max": torch.where(defined.sum() > 0, largest, 0),
+            "multiplier_mean": multiplier.sum() / multipliers.clamp(min=1),
+            "multiplier_min": torch.where(multipliers > 0, -lowest, 0),
+            "multiplier_max": torch.where(multipliers > 0, largest, 0),
             "effective_sequences": ratio(absolute.square(), square).sum() / (square > 0).sum().clamp(min=1),
             "broken_sequences": broken,
         }
@@ -219,8 +224,9 @@ class RunningStatistics:
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
-        known = self.mean.new_tensor(self.known)
-        scales = torch.stack([ratio(x, fx), ratio(fx, x), known], dim=1)
+        if self._on_device is None or self._on_device[0] != self.known:  # the device has nothing to do meanwhile
+            self._on_device = (list(self.known), self.mean.new_tensor(self.known))
+        scales = torch.stack([ratio(x, fx), ratio(fx, x), self._on_device[1]], dim=1)
         self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Launching without Triton's inspection of the arguments, where what was compiled must fit."""
 
+import inspect
 import itertools
 
+import pytest
 import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
-from isopo_trl.kernels.launch import NOTHING, Fixed, Plan, launch
+from isopo_trl.kernels.launch import NOTHING, Direct, Fixed, Plan, Scratch, hooks_are_set, launch
 from isopo_trl.rules import make_rule
 from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
 
@@ -63,6 +65,185 @@ def test_a_kernel_compiled_for_aligned_pointers_is_not_launched_for_others():
     assert kernel.compiled == 3 and kernel.launched == []
     launch(kernel, plan, (x[4:],), ())
     assert kernel.compiled == 3 and len(kernel.launched) == 1
+
+
+def test_memory_is_that_of_its_use_shape_and_type():
+    memory, x = Scratch(), torch.zeros(2)
+    first = memory.scratch(x, "sums", 3, 4)
+    assert first.shape == (3, 4) and memory.scratch(x, "sums", 3, 4) is first
+    others = [
+        memory.scratch(x, "overlap", 3, 4),
+        memory.scratch(x, "sums", 12),
+        memory.scratch(x.double(), "sums", 3, 4),
+    ]
+    others += [memory.scratch(x.to("meta"), "sums", 3, 4), Scratch().scratch(x, "sums", 3, 4)]
+    assert all(other is not first for other in others)
+    assert [other.dtype for other in others[1:3]] == [torch.float32, torch.float64] and others[3].is_meta
+
+
+class Launcher:
+    """Launches as that of Triton 3.4 to 3.6 does: hooks, if they are given, before and behind."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        metadata, of_launch, enter, leave, *arguments = args
+        self.launched.append(("direct", gridX, gridY, gridZ, stream, function, metadata, *arguments))
+        assert of_launch is None and enter is None and leave is None
+
+
+class NewerLauncher(Launcher):
+    """The same as that of Triton 3.7 on has it."""
+
+    def __call__(
+        self,
+        gridX,
+        gridY,
+        gridZ,
+        stream,
+        function,
+        kernel_metadata,
+        launch_metadata,
+        launch_enter_hook,
+        launch_exit_hook,
+        *args,
+    ):
+        of_hooks = (launch_metadata, launch_enter_hook, launch_exit_hook)
+        super().__call__(gridX, gridY, gridZ, stream, function, kernel_metadata, *of_hooks, *args)
+
+
+class WithScratch(Launcher):
+    """In the words of Triton 3.5 and 3.6, which give a kernel memory that it asks for, and go on in C."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, "pdl"
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        global_scratch = "memory" if self.global_scratch_size else None
+        profile_scratch = None
+        self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl,
+                    global_scratch, profile_scratch, *args)  # fmt: skip
+
+    def launch(self, *given):
+        self.launched.append(given)
+
+
+class OtherLauncher(Launcher):
+    def __call__(self, grid, stream, function, *args):
+        raise AssertionError("a launcher that takes other arguments was called")
+
+
+class Driver:
+    """Of a device whose current stream changes with every launch."""
+
+    def __init__(self):
+        self.streams = itertools.count(100)
+
+    def get_current_device(self):
+        return 3
+
+    def get_current_stream(self, device):
+        return (device, next(self.streams))
+
+
+@pytest.fixture
+def driver():
+    driver = pytest.importorskip("triton").runtime.driver
+    before = driver._active
+    driver.set_active(Driver())
+    yield
+    driver._active = before
+
+
+def compiled_with(launcher):
+    """A kernel that compiles to what has that launcher, and which notes launches the usual way beside direct ones."""
+    kernel = FakeKernel()
+    kernel.launched = launcher.launched
+
+    class Compiled(FakeCompiled):
+        run, function, packed_metadata = launcher, "function", "metadata"
+
+    def compile_and_launch(*arguments, num_warps):
+        kernel.compiled += 1
+        return Compiled(kernel)
+
+    return type("Kernel", (), {"__getitem__": lambda *_: compile_and_launch})()
+
+
+@pytest.mark.parametrize("kind", [Launcher, NewerLauncher])
+def test_a_known_launcher_is_called_directly_on_the_stream_of_the_moment(driver, kind):
+    launcher, plan = kind(), Plan((3, 2, 1), ("constant",))
+    kernel = compiled_with(launcher)
+    x, y = torch.zeros(4), torch.ones(8)
+    for number in (7, 8, 9):
+        launch(kernel, plan, (x,), (number,), Fixed((y,)))
+    arguments = (x.data_ptr(), y.data_ptr())
+    assert launcher.launched == [
+        ("direct", 3, 2, 1, (3, 100), "function", "metadata", *arguments, 8, "constant"),
+        ("direct", 3, 2, 1, (3, 101), "function", "metadata", *arguments, 9, "constant"),
+    ]
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_what_a_launcher_does_in_python_is_left_out_unless_a_kernel_asks_for_memory(driver, size):
+    launcher, plan = WithScratch(), Plan((3, 2, 1), ("constant",))
+    launcher.global_scratch_size = size
+    kernel = compiled_with(launcher)
+    x = torch.zeros(4)
+    for _ in range(2):
+        launch(kernel, plan, (x,), (7,))
+    given = ("function", False, "pdl", "memory" if size else None, None, "metadata", None, None, None)
+    assert launcher.launched == [(3, 2, 1, (3, 100), *given, x.data_ptr(), 7, "constant")]
+    assert (plan.direct.run == launcher.launch) == (size == 0)
+
+
+def test_a_launcher_that_takes_other_arguments_is_left_to_triton(driver):
+    launcher, plan = OtherLauncher(), Plan((3, 2, 1), ())
+    kernel = compiled_with(launcher)
+    x = torch.zeros(4)
+    for _ in range(2):
+        launch(kernel, plan, (x,), (7,))
+    assert launcher.launched == [((3, 2, 1), x.data_ptr(), 7)]
+
+
+def test_hooks_of_a_profiler_are_called_while_they_are_set(driver):
+    runtime = pytest.importorskip("triton").knobs.runtime
+    launcher, plan = Launcher(), Plan((1, 1, 1), ())
+    kernel = compiled_with(launcher)
+    x = torch.zeros(4)
+
+    def ways():
+        launcher.launched.clear()
+        launch(kernel, plan, (x,), ())
+        return [launched[0] for launched in launcher.launched]
+
+    launch(kernel, plan, (x,), ())
+    assert ways() == ["direct"]
+    for chain in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        chain.add(print)
+        try:
+            assert ways() == [(1, 1, 1)]  # Triton's own way, in which it calls them
+        finally:
+            chain.remove(print)
+        assert ways() == ["direct"]
+
+
+def test_a_single_hook_as_triton_3_4_has_it_is_seen(monkeypatch):
+    runtime = pytest.importorskip("triton").knobs.runtime
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(runtime, name, None)
+    assert not hooks_are_set()
+    monkeypatch.setattr(runtime, "launch_exit_hook", lambda _: None)
+    assert hooks_are_set()
+
+
+def test_the_launcher_of_the_triton_that_is_installed_is_known(driver):
+    """If this fails, Triton has changed what its launcher takes: read it, and add it to those that are known."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    launcher = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    compiled = type("Compiled", (), {"run": launcher, "function": 1, "packed_metadata": ()})
+    assert Direct.of(compiled) is not None, inspect.signature(launcher)
 
 
 @needs_kernels

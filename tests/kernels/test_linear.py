@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isopo_trl.geometry.sequences import Sequences
-from isopo_trl.kernels import linear
+from isopo_trl.kernels import coefficients, linear
 from tests.kernels import batches
 from tests.kernels.batches import (
     DEVICE,
@@ -97,6 +97,19 @@ def test_scaled_rows_are_those_of_the_sequences(m, T, d, dtype):
     close(added, sequences.scaled(x.double(), ledger.table[KNOWN, 0]) + x.flip(0).double(), GRADIENT[dtype])
 
 
+def test_scaled_rows_of_layers_share_their_memory_unless_they_are_large(monkeypatch):
+    ledger, sequences = filled_ledger(2), Sequences.regular(2, 3)
+    x = torch.randn(6, 4, device=DEVICE)
+    first = linear.scaled(x, sequences, ledger, 0)
+    assert linear.scaled(x, sequences, ledger, 1).data_ptr() == first.data_ptr()
+    others = [linear.scaled(y, sequences, given, 0) for y, given in ((x.half(), ledger), (x, filled_ledger(2)))]
+    assert all(other.data_ptr() != first.data_ptr() for other in others)  # of another type, of another microbatch
+    monkeypatch.setattr(coefficients, "MOST_SHARED", first.nbytes - 1)
+    ledger = filled_ledger(2)
+    first = linear.scaled(x, sequences, ledger, 0)
+    assert linear.scaled(x, sequences, ledger, 0).data_ptr() != first.data_ptr()
+
+
 # Memory layouts
 
 
@@ -125,7 +138,7 @@ def test_rows_may_lie_in_memory_in_any_way(layout, dtype):
     run_linear(plain, same)
     assert torch.equal(run.ledger.table, same.ledger.table)
     ledger = filled_ledger(3)
-    expected = linear.scaled(plain.a, given.sequences, ledger, 0)
+    expected = linear.scaled(plain.a, given.sequences, ledger, 0).clone()  # the next one may take its place
     assert torch.equal(linear.scaled(turned.a, given.sequences, ledger, 0), expected)
     of_turned, of_plain = (run_elementwise(x, Run.of(x, FIG4)) for x in (turned, plain))
     assert torch.equal(of_turned, of_plain)

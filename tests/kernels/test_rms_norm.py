@@ -1,5 +1,7 @@
 """The fused RMSNorm against autograd on its definition, in float64, and its weight's gradient against the formula."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -85,6 +87,41 @@ def test_output_and_gradients_are_those_of_the_definition(shape, flavour):
     close(sums.sum(1), given.sequences.padded(v).sum(1), STATISTIC[EXACT])
     there = ~given.samples.absent
     close(of_samples[there], v[given.samples.rows[there]], STATISTIC[EXACT])
+
+
+@pytest.mark.parametrize("rows", [4, 7, 2**19 + 4])
+def test_factors_of_norms_do_not_overlap(rows):
+    factors, x = rms_norm.Factors(), torch.zeros(1, device=DEVICE)
+    taken = [factors.take(x, rows, dtype) for dtype in (torch.float32, torch.float64) for _ in range(3)]
+    taken += [factors.take(x, rows + 4, torch.float32) for _ in range(20 if rows < 100 else 1)]
+    places = sorted((y.data_ptr(), y.data_ptr() + y.nbytes) for y in taken)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
+    assert all(start % 16 == 0 for start, _ in places)
+    assert {tuple(y.shape) for y in taken} == {(rows,), (rows + 4,)}
+
+
+def test_norms_that_share_a_piece_of_memory_have_the_factors_that_they_have_alone():
+    flavour, factors = FLAVOURS["gemma"], rms_norm.Factors()
+    _, x, _, weight = example(2, 10, 6)
+    inputs = [x * scale + scale for scale in (1, 2, 3)]
+    shared = [rms_norm.forward(x, weight, flavour, factors) for x in inputs]
+    for x, (y, scale) in zip(inputs, shared, strict=True):
+        expected, alone = rms_norm.forward(x, weight, flavour)
+        assert torch.equal(y, expected) and torch.equal(scale, alone)
+
+
+def test_sums_of_norms_are_in_the_memory_that_is_given():
+    flavour, memory = FLAVOURS["gemma"], rms_norm.Factors()
+    given, x, g, weight = example(2, 10, 6)
+    _, scale = rms_norm.forward(x, weight, flavour)
+    arguments = (weight, scale, flavour, given.sequences, None)
+    expected, fresh, _ = rms_norm.backward(x, g, *arguments)
+    places = set()
+    for _ in range(2):
+        dx, sums, _ = rms_norm.backward(x, g, *arguments, ledger=memory)
+        assert torch.equal(dx, expected) and torch.equal(sums, fresh)
+        places.add(sums.data_ptr())
+    assert len(places) == 1 and fresh.data_ptr() not in places
 
 
 def test_a_program_that_has_a_whole_sequence_sums_all_of_its_positions(monkeypatch):

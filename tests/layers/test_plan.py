@@ -66,6 +66,8 @@ def test_trained_parameters_are_those_that_require_a_gradient_now():
     model[0].weight.requires_grad_(False)
     model[1][0].bias = None
     assert trained_parameters(model) == {(model[0], "bias"), (model[1][0], "weight")}
+    planned = {(model[0], "weight"), (model[0], "bias")}
+    assert trained_parameters(model, planned) == {(model[1][0], "weight")}
 
 
 def test_a_parameter_that_two_modules_share_is_two_of_them():
