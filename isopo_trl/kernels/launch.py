@@ -115,11 +115,10 @@ class Direct(NamedTuple):
             run, active = compiled.run, triton.runtime.driver.active
             behind = (compiled.function, compiled.packed_metadata, None, None, None)
             direct = cls(run, active.get_current_stream, active.get_current_device(), behind)
-            taken = tuple(inspect.signature(run).parameters)
             hooks_are_set()
+            return direct._past_python() if tuple(inspect.signature(run).parameters) in _LAUNCHERS else None
         except (AttributeError, TypeError, ValueError):
             return None
-        return direct._past_python() if taken in _LAUNCHERS else None
 
     def _past_python(self) -> "Direct":
         """What a launcher in Python calls in the end, where it is known that there is nothing else for it to do."""

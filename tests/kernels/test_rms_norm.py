@@ -83,7 +83,10 @@ def test_output_and_gradients_are_those_of_the_definition(shape, flavour):
     close(y, definition(x, weight, flavour), GRADIENT[EXACT])
     dx, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, given.samples)
     expected, v = by_position(x, g, weight, flavour)
-    close(dx, expected, GRADIENT[EXACT])
+    # One feature alone is divided by its own size: two terms cancel, and what is left is next to their rounding
+    terms = g * (weight + flavour.offset) * scale.view(*x.shape[:-1], 1)
+    tolerance = GRADIENT[EXACT] * max(1.0, (terms.abs().max() / expected.abs().max()).item())
+    close(dx, expected, tolerance if x.shape[-1] == 1 else GRADIENT[EXACT])
     close(sums.sum(1), given.sequences.padded(v).sum(1), STATISTIC[EXACT])
     there = ~given.samples.absent
     close(of_samples[there], v[given.samples.rows[there]], STATISTIC[EXACT])
@@ -138,7 +141,10 @@ def test_a_program_that_has_a_whole_sequence_sums_all_of_its_positions(monkeypat
     dx, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, given.samples)
     assert sums.shape[1] == 1
     expected, v = by_position(x, g, weight, flavour)
-    close(dx, expected, GRADIENT[EXACT])
+    # One feature alone is divided by its own size: two terms cancel, and what is left is next to their rounding
+    terms = g * (weight + flavour.offset) * scale.view(*x.shape[:-1], 1)
+    tolerance = GRADIENT[EXACT] * max(1.0, (terms.abs().max() / expected.abs().max()).item())
+    close(dx, expected, tolerance if x.shape[-1] == 1 else GRADIENT[EXACT])
     close(sums.sum(1), given.sequences.padded(v).sum(1), STATISTIC[EXACT])
     there = ~given.samples.absent
     close(of_samples[there], v[given.samples.rows[there]], STATISTIC[EXACT])
