@@ -43,7 +43,7 @@ def test_readme_says_what_small_microbatches_cost(importable, tmp_path):
     assert list(found) == ["length", "sequences", "samples", "lora"]
     small = [point["results"]["fisher"]["ratio"] for point in found["sequences"] if point["value"] <= 8]
     readme = (ROOT / "README.md").read_text()
-    assert f"1 to 8 x 512 tokens | | 1 | {min(small):.1f} to {max(small):.1f} |" in readme
+    assert f"took {min(small):.1f} to {max(small):.1f} of GRPO's time at 1 to 8 x 512 tokens" in readme
     largest = max(point["results"]["fisher"]["ratio"] for points in found.values() for point in points)
     assert f"[up to {largest:.1f}](benchmarks/curves_h200.png)" in readme
     curves.plot(found, str(tmp_path / "plot.png"))
