@@ -20,7 +20,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.backward_thread import calling_thread
-from isopo_trl.kernels import linear
+from isopo_trl.geometry.cost import KEPT_BY_KERNELS
+from isopo_trl.geometry.statistics import Statistics
+from isopo_trl.kernels import linear, v
 from tests import architectures, oracle, tiny, training
 from tests.kernels import batches
 from tests.layers.harness import Holder
@@ -445,3 +447,18 @@ def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
         trainer.isopo.end()
         results.append(torch.cat([p.grad.float().flatten() for p in trainer.model.parameters()]))
     assert (results[1] - results[0]).norm() / results[0].norm() < 0.1
+
+
+@pytest.mark.parametrize("rule", [batches.EUCLIDEAN, batches.INTERACTING], ids=batches.named)
+def test_the_largest_gradients_that_are_kept(rule):
+    """As many elements as are kept at most: sums over thousands of programs, and places beyond 2^24."""
+    m, p = 4, 2**13
+    generator = torch.Generator("cuda").manual_seed(0)
+    V = torch.randn(m, p, KEPT_BY_KERNELS // (m * p), generator=generator, device="cuda")
+    run = batches.Run.of(batches.batch(m, 1, 1, 1, 1), rule)
+    v.v_coefficients(V, run.ledger, run.index)
+    ntk = torch.stack([torch.stack([(V[i].double() * V[j]).sum() for j in range(m)]) for i in range(m)])
+    run.check(Statistics(norm=ntk.diagonal(), ntk=ntk), batches.STATISTIC[torch.float32])
+    expected = torch.einsum("m,mpd->pd", run.ledger.table[run.index, 0].double(), V[:, -64:].double())
+    combined = v.combined(V, run.ledger, run.index, torch.float32)
+    batches.close(combined[-64:], expected, batches.GRADIENT[torch.float32])

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import traceback
@@ -33,25 +32,20 @@ def launch(*groups):
         groups: `(ranks, worker, *arguments)` of each group of ranks. All groups run at the same time, and each has a
             process group of its own, one of a single rank, too.
     """
+    # Ranks meet where this process listens from now on, as torchrun has it: a port that is free now may be taken later
+    stores = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in groups]
     ranks = [
-        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": store.port}
         | {"arguments": [str(Path(__file__).with_name(worker)), *map(str, arguments)]}
-        for world, worker, *arguments in groups
-        for port in [free_port()]
+        for store, (world, worker, *arguments) in zip(stores, groups, strict=True)
         for rank in range(world)
     ]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, str(Path(__file__).with_name("launcher.py")), json.dumps(ranks)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Sharded(ISOPOTrainer):
@@ -111,6 +105,8 @@ def save_runs(run, names, output):
         except Exception:
             results[name] = {"error": traceback.format_exc()}
         gc.collect()
+    if WORLD > 1 and not torch.distributed.is_initialized():
+        raise RuntimeError("No run came as far as the other ranks.\n" + "\n".join(map(str, results.values())))
     save(results, output)
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from isopo_trl.geometry.cost import KEPT_BY_KERNELS
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.kernels import v
 from isopo_trl.kernels.launch import INTERPRET
@@ -62,21 +61,6 @@ def test_gradients_that_take_several_programs(m, p, d, rule):
         close(without.result.ntk, ntk, STATISTIC[torch.float32])
     else:
         close(without.result.norm, ntk.diagonal(), STATISTIC[torch.float32])
-
-
-@pytest.mark.skipif(INTERPRET, reason="too large for the interpreter")
-@pytest.mark.parametrize("rule", [EUCLIDEAN, INTERACTING], ids=named)
-def test_the_largest_gradients_that_are_kept(rule):
-    """As many elements as are kept at most: sums over thousands of programs, and places beyond 2^24."""
-    m, p = 4, 2**13
-    V = torch.randn(m, p, KEPT_BY_KERNELS // (m * p), generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
-    run = Run.of(batch(m, 1, 1, 1, 1), rule)
-    v.v_coefficients(V, run.ledger, run.index)
-    ntk = torch.stack([torch.stack([(V[i].double() * V[j]).sum() for j in range(m)]) for i in range(m)])
-    run.check(Statistics(norm=ntk.diagonal(), ntk=ntk), STATISTIC[torch.float32])
-    c = run.ledger.table[run.index, 0].double()
-    expected = torch.einsum("m,mpd->pd", c, V[:, -64:].double())
-    close(v.combined(V, run.ledger, run.index, torch.float32)[-64:], expected, GRADIENT[torch.float32])
 
 
 @pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING], ids=named)
