@@ -256,8 +256,8 @@ def test_a_term_goes_back_with_no_more_work_than_it_must(m, T, checkpointed):
         assert (found[1][name] - expected).norm() < 1e-12 * expected.norm(), name
     # 8 -> 32 keeps its gradient where there are more than 8 positions; 32 -> 8 and 8 -> 8 also where they recompute
     gradients = 0 if m * T <= hidden else 3 if checkpointed else 1
-    recomputed = 3 if checkpointed else 0
-    assert operations.number["mm"] + operations.number["addmm"] == 3 + gradients + recomputed
+    # A recomputation of one layer ends before its product
+    assert operations.number["mm"] + operations.number["addmm"] == 3 + gradients
     assert operations.number["embedding_dense_backward"] == (m * T > vocabulary)
     assert not {"topk", "index_select", "linalg_vector_norm", "bmm", "einsum"} & set(operations.number)
 

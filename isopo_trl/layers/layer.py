@@ -279,6 +279,11 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     )
 
 
+def is_recomputing() -> bool:
+    """Whether a backward pass is under way in this thread, so that a forward is one that checkpointing repeats."""
+    return torch._C._current_graph_task_id() != -1 and not torch._C._are_functorch_transforms_active()
+
+
 def apart(output: torch.Tensor) -> torch.Tensor:
     """
     The same numbers in the same memory, but no view of another tensor: autograd does not let a model go on in place

@@ -25,6 +25,7 @@ from .layer import (
     autocast,
     full_shape,
     has_own_forward,
+    is_recomputing,
     layer_backward,
     parameter_of,
     take_aside,
@@ -51,7 +52,11 @@ class LinearLayer(Layer):
         if isinstance(module, Conv1D):
             weight = weight.t()
         x, weight, bias = autocast(x, weight, parameter_of(module, "bias"))
-        return _Linear.apply(x, weight, bias, self, microbatch)
+        if not is_recomputing():
+            return _Linear.apply(x, weight, bias, self, microbatch)
+        y = _Linear.apply(x, weight, bias, self, microbatch, False)
+        _multiply(x, weight, bias, y)
+        return y
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         if not any(rule.needs):
@@ -130,12 +135,26 @@ def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     return (g @ weight).view_as(x) if needs_x else None
 
 
+@torch.no_grad()
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    """What `torch.nn.functional.linear` returns, by the same operations, into `y` `[..., p]`."""
+    rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+
+
 class _Linear(LayerFunction):
     @staticmethod
-    def forward(ctx, x, weight, bias, layer, microbatch):
+    def forward(ctx, x, weight, bias, layer, microbatch, complete=True):
         microbatch.check(layer.name, x)
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.microbatch = layer, microbatch
+        if not complete:
+            # Checkpointing ends a recomputation when the last tensor is saved, which an autograd function does behind
+            # its forward: the product of a block's last layer, which nobody asks for, is left to be made after that
+            return x.new_empty(*x.shape[:-1], len(weight))
         return apart(torch.nn.functional.linear(x, weight, bias))
 
     @staticmethod
@@ -150,7 +169,7 @@ class _Linear(LayerFunction):
         gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype, of_term)
         # Behind the other, which may need much memory for a moment
         grad_x = g.mm(weight).view_as(x) if needs_x else None
-        return grad_x, *gradients, None, None
+        return grad_x, *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
 def linear_gradient(

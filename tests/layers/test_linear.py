@@ -1,13 +1,18 @@
 """Linear layers and Conv1D against a loop over their positions in float64."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from isopo_trl import ISOPO
 from isopo_trl.geometry import cost
+from isopo_trl.layers import linear
 from isopo_trl.rules import rule_names
 from tests.layers.harness import ADVANTAGES, LINEAR, MASK, B, Holder, T, build, check, inputs_of
 
@@ -60,3 +65,48 @@ def test_a_model_may_go_on_in_place_with_the_output(name, lora):
         return [p.grad for p in other.parameters() if p.requires_grad]
 
     torch.testing.assert_close(gradients(in_place=True), gradients(in_place=False), rtol=0, atol=0)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.number += operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.Tanh()], ids=["at the end", "before another"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_recomputation_makes_no_more_products_than_that_of_the_plain_model(bias, activation, reentrant):
+    """It ends before the last one, unless somebody behind it needs what comes out."""
+    model = nn.Sequential(nn.Linear(5, 6, bias), nn.Tanh(), nn.Linear(6, 5, bias), activation)
+    x = torch.randn(B, T, 5, requires_grad=True)
+
+    def run(scale):
+        other = copy.deepcopy(model)
+        isopo = ISOPO(other, rule="none") if scale else None
+        advantages = torch.ones(B)
+        around = isopo.microbatch(advantages, attention_mask=torch.ones(B, T)) if isopo else contextlib.nullcontext()
+        with around, Products() as products:
+            y = checkpoint(other, x, use_reentrant=reentrant)
+            y.backward(torch.ones_like(y))
+        return products.number, [p.grad for p in other.parameters()]
+
+    number, plain = run(False)
+    own_number, own = run(True)
+    assert own_number == number
+    for one, other in zip(own, plain, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_a_product_that_is_made_later_is_the_same(bias, strided):
+    layer = nn.Linear(40, 33, bias)
+    x = torch.randn(3, 40, 7).transpose(1, 2) if strided else torch.randn(3, 7, 40)
+    later = torch.empty(3, 7, 33)
+    linear._multiply(x, layer.weight, layer.bias, later)
+    torch.testing.assert_close(later, layer(x).detach())
