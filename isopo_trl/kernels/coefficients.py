@@ -135,7 +135,7 @@ class KernelLedger(Scratch):
         Memory of the shape and type of `x` `[N, d]`, which a layer has until another one asks: not for what is
         returned to autograd or kept. Not initialised.
         """
-        key = ("rows", x.shape, x.dtype)
+        key = ("rows", x.shape, x.dtype, x.device)
         found = self._scratch.get(key)
         if found is None:
             found = x.new_empty(x.shape)
