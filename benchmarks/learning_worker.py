@@ -292,6 +292,8 @@ def work(
 
 def build(settings: dict[str, Any], model: str, train, folder: str) -> Any:
     """The trainer of a run."""
+    # Some versions of cuDNN make gradients of NaN at some lengths (docs/faq.md)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     args = configuration(settings, folder)
     kind = GRPOTrainer if settings["trainer"] == "grpo" else ISOPOTrainer
     recorded: Any = type(kind.__name__, (Recorded, kind), {})

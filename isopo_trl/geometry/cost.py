@@ -80,5 +80,9 @@ def _cheapest(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str,
 
 def block_rows(m: int, d: int) -> int:
     """How many output rows of `V`, aligned, may be formed at once so that `m * rows * d` stays under the limit."""
-    rows = max(1, KEPT_LIMIT // (m * d))
-    return rows - rows % _ALIGNMENT if rows > _ALIGNMENT else rows
+    return aligned(max(1, KEPT_LIMIT // (m * d)))
+
+
+def aligned(size: int) -> int:
+    """At most `size`, and the same if it is small: a length of rows at which a GPU's products of matrices are fast."""
+    return size - size % _ALIGNMENT if size > _ALIGNMENT else size

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -395,3 +396,13 @@ def test_tokens_times_vocabulary_never_exists(strategy, rule, limit, monkeypatch
     assert (rows, width) in shapes and (rows, width + 1) not in shapes
     # Without a limit it would, and this test would see it
     assert whole(tensors_of_a_backward(chunk=2**16, tile=2**27))
+
+
+@pytest.mark.parametrize("rows", [1, 301, 4097, 7801, 2**27 // 100])
+@pytest.mark.parametrize("vocabulary", [7, 32003, 151936])
+def test_rows_of_a_tile_begin_where_matrix_products_are_fast(rows, vocabulary):
+    states = torch.empty(rows, 1, dtype=torch.bfloat16, device="meta")
+    tile = lm_head._buffer(SimpleNamespace(chunk_size=2**15), states, vocabulary)
+    assert tile.stride() == (tile.shape[1] + -tile.shape[1] % 8, 1)
+    # As wide as it may be, but for less than 128 columns
+    assert 0 <= min(vocabulary, 2**15, 2**27 // rows) - tile.shape[1] < 128
