@@ -102,14 +102,15 @@ class ISOPOConfig(GRPOConfig):
             Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
             `"interacting"`, which sees the sequences of one microbatch. The order of the prompts stays random.
             Requires that `num_generations` divides `per_device_train_batch_size`.
-        skip_zero_advantage (`bool`, *optional*, defaults to `False`):
+        skip_zero_advantage (`bool`, *optional*):
             Whether to leave out sequences whose advantage is zero (all rewards of the group were the same) before the
             forward pass, and to pack the others of an optimizer step into fewer or smaller microbatches.
             The loss stays normalised as in the whole batch: with `"none"` the step is the same, with other rules
             statistics and running means are those of the sequences that carry an advantage. With
             `group_microbatches`, a group is kept if one of its sequences has an advantage. Refused beside terms of the
             loss that every sequence has (`beta`, the entropy bonus, `router_aux_loss_coef`), and beside
-            `top_entropy_quantile`.
+            `top_entropy_quantile`. If `None`, it is done wherever it is not refused, but not with `"interacting"`,
+            whose coefficients depend on all sequences of a microbatch.
         scale (`str`, *optional*, defaults to `"relative"`):
             `"relative"` divides `f` by `E[f x] / E[x]`, where x is the norm that the rule is about, and multiplies the
             interacting coefficients by `c0`: coefficients are of order one, so that the learning rate, `max_grad_norm`
@@ -238,11 +239,12 @@ class ISOPOConfig(GRPOConfig):
             "`num_generations` divides `per_device_train_batch_size`."
         },
     )
-    skip_zero_advantage: bool = field(
-        default=False,
+    skip_zero_advantage: bool | None = field(
+        default=None,
         metadata={
             "help": "Whether to leave out sequences whose advantage is zero before the forward pass, and to pack the "
-            "others of an optimizer step into fewer or smaller microbatches."
+            "others of an optimizer step into fewer or smaller microbatches. If `None`, where no term of the loss and "
+            "no rule looks at them."
         },
     )
     scale: str = field(
@@ -407,7 +409,7 @@ class ISOPOConfig(GRPOConfig):
                 "split_batches=True in accelerator_config divides it among the devices: set split_batches=False.",
             ),
             (
-                self.skip_zero_advantage and self.top_entropy_quantile < 1,
+                bool(self.skip_zero_advantage) and self.top_entropy_quantile < 1,
                 f"skip_zero_advantage=True leaves out sequences whose tokens top_entropy_quantile="
                 f"{self.top_entropy_quantile} compares the others with: set one of the two to its default.",
             ),

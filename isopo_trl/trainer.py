@@ -194,7 +194,10 @@ class ISOPOTrainer(GRPOTrainer):
                 "without an advantage: set skip_zero_advantage=False, or leave the term out of the loss (beta can go "
                 "into the reward, with kl_in_reward=True)."
             )
-        self.skipping = Skipping(self) if args.skip_zero_advantage else None
+        skips = args.skip_zero_advantage
+        if skips is None:
+            skips = not (self.terms or self.isopo.rule.needs.ntk or args.top_entropy_quantile < 1)
+        self.skipping = Skipping(self) if skips else None
         for warning in self.weighting.warnings():
             logger.warning(warning)
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
@@ -499,7 +502,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _chosen(self) -> dict[str, Any]:
         """What is done with tokens, by which a checkpoint knows it again: their weights, the loss, and its terms."""
-        return {**ratio_loss.of_loss(self.args), **self.terms.chosen(), **self.weighting.chosen()}
+        chosen = {**ratio_loss.of_loss(self.args), **self.terms.chosen(), **self.weighting.chosen()}
+        return {**chosen, "skip_zero_advantage": self.skipping is not None}
 
     def _load_state(self, checkpoint: Path) -> None:
         """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""

@@ -82,7 +82,7 @@ VALID = {
     "vllm_importance_sampling_clip_min": [None, 0.0, 0.5, 1],
     "max_completion_length": [1, 6],
     "cast_lm_head_to_fp32": [True, False],
-    "skip_zero_advantage": [True, False],
+    "skip_zero_advantage": [True, False, None],
     "seed": [0, 7, 2**31],
 }
 NUMBERS = [NAN, INF, -INF, -1.0, "1", [1.0], True, 10**400]
@@ -103,7 +103,7 @@ INVALID = {
     "kpo_initial_variance": [*NUMBERS, None],
     "kpo_process_noise": [*NUMBERS, None],
     "group_microbatches": ["yes", 1, None],
-    "skip_zero_advantage": ["yes", 1, None],
+    "skip_zero_advantage": ["yes", 1],
     "kpo_stop_gradient": ["yes", 1, None],
     "kl_in_reward": ["yes", 1, None],
     "beta": [*NUMBERS, None, 1e39],

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig
 
 from isopo_trl import ISOPOTrainer, skipping, trl_seam
+from isopo_trl.rules import rule_names
 from isopo_trl.token_weights import ratio_loss
 from tests import oracle, tiny, training
 from tests.test_oracle import build, check
@@ -46,7 +47,7 @@ class ByHand(ISOPOTrainer):
 def trained(folder, generations, model=None, kind=ByHand, **settings):
     settings = {"rule": "none", "per_device_train_batch_size": 3, "max_grad_norm": 1e30, **settings}
     # Momentum and decay move weights in a step without a gradient; an eps that rounding does not get past
-    settings = {"max_steps": 3, "weight_decay": 0.1, "adam_epsilon": 1e-3, **settings}
+    settings = {"max_steps": 3, "weight_decay": 0.1, "adam_epsilon": 1e-3, "skip_zero_advantage": False, **settings}
     model = tiny.model("qwen3", dtype=torch.float64) if model is None else model
     trainer = training.build(folder, model, kind, data=tiny.prompts(24), **settings)
     trainer.generations = list(generations)
@@ -336,7 +337,24 @@ def test_resuming_inside_a_generation_is_as_unbroken_as_without(tmp_path, caplog
     assert "eval_loss" in again.state.log_history[-1]
 
 
-# Refused
+# By itself, and refused
+
+
+@pytest.mark.parametrize("rule", rule_names())
+def test_sequences_are_left_out_by_default_where_a_rule_takes_them_one_by_one(rule, tmp_path):
+    by_default = training.build(tmp_path, rule=rule).skipping is not None
+    assert by_default == (rule != "interacting")
+    assert training.build(tmp_path, rule=rule, skip_zero_advantage=True).skipping is not None
+    assert training.build(tmp_path, rule=rule, skip_zero_advantage=False).skipping is None
+
+
+def test_by_default_a_step_is_that_of_the_sequences_with_an_advantage(tmp_path):
+    by_default, skipped, whole = (
+        trained(tmp_path, [generation(SOME)], max_steps=1, rule="fisher", skip_zero_advantage=skip)
+        for skip in (None, True, False)
+    )
+    assert not differing(by_default, weights(skipped)) and differing(by_default, weights(whole))
+    assert logged(by_default, "isopo/skipped_fraction") == [0.5]
 
 
 ADAPTER = {"peft_config": LoraConfig(r=2)}  # without which the reference model is another one
@@ -357,10 +375,11 @@ def test_what_every_sequence_takes_part_in_is_refused(model, settings, tmp_path)
     (name,) = settings
     with pytest.raises(ValueError, match=f"skip_zero_advantage=True.*{name}="):
         training.build(tmp_path, model, options=ADAPTER, **settings, skip_zero_advantage=True)
+    assert training.build(tmp_path, model, options=ADAPTER, **settings).skipping is None
 
 
 def test_a_divergence_in_the_reward_is_not_refused(tmp_path):
-    training.build(tmp_path, options=ADAPTER, beta=0.1, kl_in_reward=True, skip_zero_advantage=True)
+    assert training.build(tmp_path, options=ADAPTER, beta=0.1, kl_in_reward=True).skipping is not None
 
 
 # Beside what else is new in a step
@@ -450,7 +469,8 @@ class BreaksOff(ByHand):
 
 def test_a_step_that_was_broken_off_leaves_nothing_to_the_next(tmp_path):
     settings = {**ACCUMULATED, "max_steps": 1, "rule": "fig4", "fisher_scope": "step", "fisher_samples": 8}
-    data, settings = tiny.prompts(24), {**settings, "per_device_train_batch_size": 3, "max_grad_norm": 1e30}
+    settings |= {"per_device_train_batch_size": 3, "max_grad_norm": 1e30, "skip_zero_advantage": False}
+    data = tiny.prompts(24)
     runs = []
     for kind, seeds in ((ByHand, (0,)), (BreaksOff, (1, 0))):
         trainer = training.build(tmp_path, tiny.model("qwen3", dtype=torch.float64), kind, data=data, **settings)
