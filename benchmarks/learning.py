@@ -52,7 +52,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--parallel", type=int, default=5, help="runs at a time")
         command.add_argument("--stagger", type=float, default=8.0, help="seconds between two starts")
         command.add_argument("--memory", type=float, default=20.0, help="GiB of the GPU that a run may come to take")
-        command.add_argument("--warm", action="store_true", help="caches are filled: no run starts alone")
         command.add_argument("--logs", type=Path, help="folder of the workers' logs (default: outputs/learning)")
         command.add_argument("--commit", help="what is recorded as the commit, where there is no repository")
         end = command.add_mutually_exclusive_group(required=True)
@@ -109,7 +108,6 @@ def run(options: argparse.Namespace) -> int:
         options.memory,
         options.group,
         {**worker_environment(options.parallel), "LEARNING_COMMIT": commit(options.commit)},
-        options.warm,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended as well
     print({name: len(names) for name, names in schedule.go().items()})

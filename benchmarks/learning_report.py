@@ -68,6 +68,8 @@ class Report:
             self.methods(figures),
             self.lambdas(),
             self.variants("Microbatches of one prompt's group", ("microbatches",), None),
+            self.variants("Sequences without an advantage", ("scopes_of_32", "skipping"), None),
+            self.variants("The metric of a microbatch and of a step", ("scopes_of_32", "scopes"), None),
             self.variants("Stale data", ("stale", "stale_p3o"), "grpo"),
             self.variants("LoRA", ("rates_lora", "lora"), "grpo"),
             self.rates("LoRA: learning rates", ("rates_lora",)),

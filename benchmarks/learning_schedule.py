@@ -29,6 +29,7 @@ class Worker:
     started: float
     attempt: int
     port: int
+    slot: int
     read: int = 0
     marks: set[str] = field(default_factory=set)
 
@@ -58,9 +59,10 @@ class Schedule:
     """
     Takes the next unfinished runs of a matrix until all are made or the deadline comes.
 
-    Starts are apart: the first run is left alone until it is ready (it fills the caches that the others read), then
-    there are `stagger` seconds between two. A second attempt lets vLLM measure the memory that is free, which works
-    only while the others keep theirs: it is started when nobody else is starting or ending, and nobody starts beside.
+    Starts are `stagger` seconds apart. Runs that are under way together have compilers' caches of their own, so that
+    none waits for what another compiles; the run that takes the place of one that has ended has its caches, too. A
+    second attempt lets vLLM measure the memory that is free, which works only while the others keep theirs: it is
+    started when nobody else is starting or ending, and nobody starts beside.
 
     Args:
         matrix: the runs.
@@ -74,7 +76,6 @@ class Schedule:
             for each that is still growing.
         groups: names of the groups to take, all if None.
         environment: added to the workers' environment.
-        warm: whether the caches are filled, so that the first run need not be left alone.
     """
 
     def __init__(
@@ -89,7 +90,6 @@ class Schedule:
         memory: float = 0.0,
         groups: list[str] | None = None,
         environment: dict[str, str] | None = None,
-        warm: bool = False,
     ):
         self.matrix, self.results, self.command = matrix, results, command
         self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
@@ -99,7 +99,6 @@ class Schedule:
         self.earlier = read_results(results)  # from which it is known what a run takes
         self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
         self.last_start = float("-inf")
-        self.warm = warm  # or some run has been ready
 
     def go(self) -> dict[str, list[str]]:
         """Work until nothing is left or the deadline; the names of runs made, failed and discarded."""
@@ -156,7 +155,7 @@ class Schedule:
         starting = [worker for worker in self.running if not worker.ready]
         if self.failures.get(run.name):
             return not starting and not any(ENDING in worker.marks for worker in self.running)
-        if any(worker.attempt > 1 for worker in starting) or (starting and not self.warm):
+        if any(worker.attempt > 1 for worker in starting):
             return False
         return time.time() - self.last_start >= self.stagger
 
@@ -164,6 +163,8 @@ class Schedule:
         attempt = self.failures.get(run.name, 0) + 1
         log = self.logs / f"{run.name}.{attempt}.log"
         port = free_port({worker.port for worker in self.running})
+        slot = min(set(range(len(self.running) + 1)) - {worker.slot for worker in self.running})
+        own = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), **self._caches(slot)}
         with open(log, "w") as file:
             process = subprocess.Popen(
                 self.command(run, attempt),
@@ -171,18 +172,21 @@ class Schedule:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**os.environ, **self.environment, "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port)},
+                env={**os.environ, **self.environment, **own},
             )
         self.last_start = time.time()
-        self.running.append(Worker(run, process, log, self.last_start, attempt, port))
+        self.running.append(Worker(run, process, log, self.last_start, attempt, port, slot))
         self._say(f"started {run.name}" + (" again" if attempt > 1 else ""))
+
+    def _caches(self, slot: int) -> dict[str, str]:
+        folder = self.logs.resolve() / "caches" / str(slot)
+        return {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
     def _reap(self) -> list[str]:
         made = []
         for worker in list(self.running):
             ended = worker.process.poll() is not None  # before the look, so that nothing is missed
             worker.look()
-            self.warm = self.warm or worker.ready
             if not ended:
                 continue
             self.running.remove(worker)

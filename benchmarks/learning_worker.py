@@ -92,7 +92,9 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         arguments |= {"vllm_max_model_length": 1024}
     if settings["trainer"] == "grpo":
         return GRPOConfig(**arguments)
-    return ISOPOConfig(**arguments, **{name: settings[name] for name in OF_ISOPO if name in settings})
+    of_isopo = {name: settings[name] for name in OF_ISOPO if name in settings}
+    # Unless the matrix asks for it: earlier runs are from before it was the trainer's default
+    return ISOPOConfig(**arguments, **{"skip_zero_advantage": False, **of_isopo})
 
 
 def fix_kv_cache(gib: float) -> None:

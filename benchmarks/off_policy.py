@@ -264,7 +264,7 @@ def train(case: str, method: str, seed: int, options: argparse.Namespace) -> dic
         max_completion_length=LENGTH + 1,
         gradient_checkpointing=False,
         **CASES[case][1],
-        **(of_method or {}),
+        **({} if of_method is None else {"skip_zero_advantage": False, **of_method}),
     )
     trainer = kind(
         model,

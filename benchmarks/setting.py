@@ -178,8 +178,9 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
     )
     if kind is ISOPOTrainer:
         rule, _, token_weights = name.removesuffix(STEP).partition("+")
+        settings["skip_zero_advantage"] = token_weights == "skip"
         if token_weights == "skip":
-            settings["skip_zero_advantage"], token_weights = True, ""
+            token_weights = ""
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
         if name.endswith(STEP):
             settings["fisher_scope"] = "step"

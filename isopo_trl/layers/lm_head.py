@@ -354,7 +354,7 @@ def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
 
 def _buffer(ctx: Any, a: torch.Tensor, width: int) -> torch.Tensor:
     """
-    Room for a tile of logits, at most so wide, of rows `a` `[N, d]`. Its own rows begin at multiples of 16 bytes, since
+    Room for a tile of logits, at most so wide, of rows `a` `[N, d]`. Its rows begin at multiples of 16 bytes, since
     a GPU's products take several times as long otherwise.
     """
     width = min(width, ctx.chunk_size, aligned(max(1, _TILE // len(a))))

@@ -18,6 +18,7 @@ name, folder, attempt = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 note = lambda what: open(folder / "events", "a").write(f"{what} {name} {time.time()}\\n")
 note("start")
 (folder / "ports").open("a").write(os.environ["MASTER_PORT"] + "\\n")
+(folder / "caches").open("a").write(os.environ["VLLM_CACHE_ROOT"] + "\\n")
 if "slow" in name:
     (folder / "runs" / f"{name}.json.part").write_text("half")
     time.sleep(1e6)  # until it is killed
@@ -41,7 +42,7 @@ def scheduled(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
 
-    def schedule(methods, deadline=1e6, parallel=2, stagger=0.0, steps=1, expected=1.0, warm=False, until=None):
+    def schedule(methods, deadline=1e6, parallel=2, stagger=0.0, steps=1, expected=1.0, until=None):
         def command(run, attempt):
             if until == run.name:
                 threading.Thread(target=end, daemon=True).start()
@@ -63,7 +64,7 @@ def scheduled(tmp_path):
         }
         last = time.time() + deadline
         folders = tmp_path / "runs", tmp_path / "logs"
-        made = Schedule(Matrix(content), folders[0], command, last, parallel, stagger, folders[1], warm=warm)
+        made = Schedule(Matrix(content), folders[0], command, last, parallel, stagger, folders[1])
         outcome = made.go()
         events = (tmp_path / "events").read_text().splitlines() if (tmp_path / "events").exists() else []
         return outcome, [tuple(line.split()) for line in events]
@@ -88,15 +89,9 @@ def test_every_run_is_made_once_and_never_more_than_allowed_at_a_time(scheduled,
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"{name}.json" for name in names}
 
 
-def test_the_first_run_is_left_alone_until_it_is_ready(scheduled):
-    _, events = scheduled(["a", "b", "c"], parallel=3)
-    order = [(what, name) for what, name, _ in events]
-    assert order.index(("ready", "a")) < order.index(("start", "b"))
-
-
-def test_no_run_is_left_alone_where_the_caches_are_filled(scheduled):
+def test_no_run_waits_until_another_is_ready(scheduled):
     """The first one never becomes ready, and the deadline waits for the other."""
-    outcome, events = scheduled(["slow", "a"], parallel=2, warm=True, until="a")
+    outcome, events = scheduled(["slow", "a"], parallel=2, until="a")
     assert outcome["made"] == ["a"] and outcome["discarded"] == ["slow"]
     assert [name for what, name, _ in events if what == "start"] == ["slow", "a"]
 
@@ -164,6 +159,12 @@ def test_runs_side_by_side_have_ports_of_their_own(scheduled, tmp_path):
     scheduled(["a", "b", "c"], parallel=3)
     ports = (tmp_path / "ports").read_text().split()
     assert len(set(ports)) == 3
+
+
+def test_runs_side_by_side_have_caches_of_their_own_and_later_ones_those_of_earlier_ones(scheduled, tmp_path):
+    scheduled(["slow", "a", "b", "c"], parallel=2, until="c")
+    first, *others = (tmp_path / "caches").read_text().split()
+    assert len(others) == 3 and len(set(others)) == 1 and first not in others
 
 
 def test_a_port_that_somebody_holds_or_was_promised_is_not_given():
