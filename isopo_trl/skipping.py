@@ -7,7 +7,8 @@ normalised as in the whole batch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,11 +86,14 @@ class Skipping:
 
     Attributes:
         is_empty (`bool`): whether the microbatch under way is.
+        is_training (`bool`): whether microbatches are asked for by training, and not by an evaluation. The model's own
+            mode does not tell: continuous batching leaves it in that of training.
     """
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._group: int = trainer.args.num_generations if trainer.args.group_microbatches else 1
+        self.is_training = False
         self.reset()
 
     def reset(self) -> None:
@@ -106,6 +110,11 @@ class Skipping:
         """Whether no pass is made in this step, on any rank, as far as it has been packed."""
         return self._gone > 0 and self._passes == 0
 
+    @property
+    def has_packed(self) -> bool:
+        """Whether the step's microbatches are from here, and not from a `_prepare_inputs` of the user's."""
+        return self._gone > 0
+
     def next_microbatch(self) -> dict[str, Any]:
         """The next microbatch for the loss, where TRL has generated what it needs; `{}` if it is empty."""
         if not self._waiting:
@@ -116,7 +125,17 @@ class Skipping:
         self.is_empty = not microbatch
         return microbatch
 
-    def backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Context for a training step."""
+        with trl_seam.intercepted(self._trainer.accelerator, "backward", self._backward):
+            self.is_training = True
+            try:
+                yield
+            finally:
+                self.is_training = False
+
+    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for the backward pass of the loss, of which an empty microbatch has none."""
         return None if self.is_empty else backward(*args, **kwargs)
 

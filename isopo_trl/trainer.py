@@ -235,7 +235,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         skipping, accelerator = self.skipping, self.accelerator
-        skips = trl_seam.intercepted(accelerator, "backward", skipping.backward) if skipping else nullcontext()
+        skips = skipping.training() if skipping else nullcontext()
         try:
             with skips, self._around_deepspeed(model) if self.is_deepspeed_enabled else nullcontext():
                 with calling_thread(self._is_on_one_device):
@@ -356,7 +356,7 @@ class ISOPOTrainer(GRPOTrainer):
         with unequal, caught_outputs(model, catch) as outputs, weighed as given:
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
         if train and self.step_control is not None:
-            if self.skipping is None:  # which notes all that it has seen
+            if self.skipping is None or not self.skipping.has_packed:  # which notes all that it has seen
                 self.step_control.kl.note(batch)
             if self.step_control.behaviour is not None and forward.drift is not None:
                 self.step_control.behaviour.add(forward.drift, is_fresh(batch, self._optimizer_steps))
@@ -415,7 +415,7 @@ class ISOPOTrainer(GRPOTrainer):
         group: Any = self.args.num_generations
         with trl_seam.shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
-        return self.skipping.next_microbatch() if self.skipping and self.model.training else inputs
+        return self.skipping.next_microbatch() if self.skipping and self.skipping.is_training else inputs
 
     def _generate_and_score_completions(self, inputs):
         needs_behaviour, training = self._needs_behaviour, self.model.training

@@ -335,6 +335,7 @@ def test_what_is_saved_is_said_by_the_configuration_alone(saved):
     nothing = dict.fromkeys(("epsilon", "epsilon_high", "delta", "off_policy_mask_threshold"))
     coefficients = dict.fromkeys(("beta", "entropy_coef", "router_aux_loss_coef"), 0.0)
     switches = {"kl_in_reward": False, "use_bias_correction_kl": True, "use_adaptive_entropy": False}
+    switches |= {"skip_zero_advantage": True}
     assert state["weighting"] == {"token_weights": "none", **nothing, **loss, **coefficients, **switches}
     assert state["save_only_model"] is False
     assert (state["regularization_decay"], state["fisher_samples"]) == (0.9, 64)

@@ -452,7 +452,7 @@ def test_frozen_adapter_model_is_refused(tmp_path):
 COMMAND = (
     "--output_dir out --use_cpu --report_to none --rule fig4 --fisher_power 0.5 --norm_power -1.5 --relative_power -2 "
     "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --fisher_scope step "
-    "--fisher_steps 2 --group_microbatches --skip_zero_advantage --scale paper "
+    "--fisher_steps 2 --group_microbatches --skip_zero_advantage True --scale paper "
     "--beta 0.05 --kl_in_reward True --loss_type grpo --token_weights kpo --kpo_initial_variance 0.5 "
     "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01 "
     "--target_kl 1e-4 --log_step_kl --step_kl_share 0.5 --behaviour_kl 0.01 --target_kl_offload True "

@@ -110,7 +110,7 @@ def test_other_scoring_passes_are_not_taken_for_the_references(case, tmp_path):
         return tiny.reward(completions)
 
     model, options, policy, reference = policy_and_reference(case, tmp_path)
-    settings = {**SETTINGS, "num_iterations": 2, "token_weights": "p3o"}
+    settings = {**SETTINGS, "num_iterations": 2, "token_weights": "p3o", "skip_zero_advantage": False}
     options = {**options, "rollout_func": rollout}
     trainer = training.build(tmp_path, model, Rollouts, reward=scoring, options=options, **settings)
     trainer.train()

@@ -279,7 +279,8 @@ def learned(tmp_path_factory):
         trainer.train()
         lines = [line for line in trainer.state.log_history if "loss" in line]
         rewards = [line["reward"] for line in lines if "reward" in line]
-        return {"rewards": rewards, "kl": distance.kl, "entropy": [line["entropy"] for line in lines]}
+        entropy = [line["entropy"] for line in lines if "entropy" in line]
+        return {"rewards": rewards, "kl": distance.kl, "entropy": entropy}
 
     return run
 

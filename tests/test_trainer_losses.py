@@ -236,7 +236,7 @@ def test_metrics_of_isopo_are_logged_once_per_step_whatever_the_accumulation(tmp
     trainer.train()
     lines = [line for line in trainer.state.log_history if "loss" in line]
     names = ["multiplier_mean", "multiplier_min", "multiplier_max", "effective_sequences"]
-    names += ["fisher_norm", "euclidean_norm", "relative_norm"]
+    names += ["fisher_norm", "euclidean_norm", "relative_norm", "skipped_fraction"]
     names += [f"share_{part}" for part in ("attention", "mlp", "norm", "embedding", "head")]
     assert len(lines) == 2
     for line in lines:

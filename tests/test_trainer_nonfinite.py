@@ -62,6 +62,7 @@ def assert_untouched(trainer, weights):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_broken_weight_stops_the_run_before_the_optimizer(accumulation, rule, tmp_path):
     settings = {"rule": rule, "gradient_accumulation_steps": accumulation, "max_steps": 4}
+    settings["skip_zero_advantage"] = False  # so that it is known how many there are
     trainer = training.build(tmp_path, options={"rollout_func": rollout}, **settings)
 
     def action():
