@@ -1,5 +1,6 @@
 import functools
 import gc
+import importlib
 import importlib.metadata
 import os
 
@@ -23,6 +24,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # a small run's time. What is installed stays the same.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
+# A seed for devices that are not there is kept until they are, with all the lines of code that led to it: a tenth of a
+# small run's time. They will not be there.
+for device in (torch.cuda, torch.xpu, torch.mtia):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
@@ -40,6 +47,9 @@ def float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # Where packages are is asked as often; Accelerate has been imported by now
+    if hasattr(imports := importlib.import_module("accelerate.utils.imports"), "_is_package_available"):
+        imports._is_package_available = functools.cache(imports._is_package_available)
     # Accelerate collects garbage at the end of every run, which takes longer than the run: most of the time goes into
     # looking at what the libraries have made on import. It is here to stay, and need not be looked at.
     gc.freeze()

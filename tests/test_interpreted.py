@@ -47,7 +47,6 @@ ORACLE = {
         "qwen2-fig4-ghost",
         "qwen2-interacting-blocks",
     ],
-    "test_every_setting_enters_as_the_formula_says": ["fig4-0.3-True-paper"],
     "test_gradient_checkpointing_changes_nothing": ["False-full-fisher"],
     "test_tied_embedding_and_head_are_two_uses": ["llama-euclidean"],
     "test_degenerate_microbatches": ["fig4-empty completion and zero advantage"],
@@ -55,8 +54,6 @@ ORACLE = {
 }
 EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["gpt_oss-fig4"]}  # with biases
 UNSCALED = {"test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"]}
-TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-lora-fisher"]}
-NOISE = {"test_gradients_that_are_zero_but_for_rounding_count_nowhere": ["62-torch.float32"]}
 KEPT_ROWS = {  # samples from before
     "test_gradient_is_the_definition_with_the_rows_of_the_step_before": [
         f"{layer}-{rule}-[1, 2]-False"
@@ -72,19 +69,22 @@ PARTS = {
     "test_oracle": ORACLE,
     "layers/test_experts": EXPERTS,
     "test_unscaled": UNSCALED,
-    "token_weights/test_gradients": TOKEN_WEIGHTS,
     "rules/test_own_rule": OWN_RULE,
-    "test_rounding_noise": NOISE,
     "layers/test_kept_rows": KEPT_ROWS,
 }
-# No kernel that the others do not reach: other rules on the same layers
+# No kernel that the others do not reach: other rules and weights of tokens on the same layers, settings and noise,
+# which the tests of the kernels have
 MORE = {
     "test_oracle": {
         "test_gradient_is_the_definition": ["gemma3-lora-fisher", "qwen3-lora-interacting"],
         "test_every_strategy_gives_the_same_gradient": ["qwen2-fig4-blocks"],
+        "test_every_setting_enters_as_the_formula_says": ["fig4-0.3-True-paper"],
         "test_running_means_over_microbatches_and_steps": ["interacting"],
     },
-    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-fig4"]},
+    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"]},
+    "test_rounding_noise": {
+        "test_gradients_that_are_zero_but_for_rounding_count_nowhere": ["62-torch.float32"],
+    },
 }
 
 

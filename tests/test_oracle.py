@@ -80,9 +80,23 @@ def reference(family, lora, tie=None):
     return oracle.position_gradients(build(family, lora, tie), batch, oracle.token_weights(batch))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+def crossed():
+    """Every family with every rule; with LoRA, every family with half of the rules, and the other half is slow."""
+    return [
+        pytest.param(
+            family,
+            lora,
+            rule,
+            marks=pytest.mark.slow if lora and (number + place) % 2 else [],
+            id=f"{family}-{'lora' if lora else 'full'}-{rule}",
+        )
+        for number, family in enumerate(FAMILIES)
+        for lora in (False, True)
+        for place, rule in enumerate(RULES)
+    ]
+
+
+@pytest.mark.parametrize(("family", "lora", "rule"), crossed())
 def test_gradient_is_the_definition(family, lora, rule, tmp_path):
     model = build(family, lora)
     rows = backward(trainer_for(model, tmp_path, rule=rule), BATCH())

@@ -92,8 +92,14 @@ def test_truncated_completions_are_left_out(loss_type, tmp_path):
     training.train(training.build(tmp_path, options=options, **settings))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize(
+    ("loss_type", "rule"),
+    [
+        pytest.param(loss_type, rule, marks=[] if (place + number) % 2 == 0 else pytest.mark.slow)
+        for place, loss_type in enumerate(("dapo", "grpo"))
+        for number, rule in enumerate(RULES)
+    ],
+)
 def test_nothing_moves_when_every_completion_is_truncated(rule, loss_type, tmp_path):
     settings = {"mask_truncated_completions": True, "rule": rule, "loss_type": loss_type}
     trainer = training.build(tmp_path, options={"rollout_func": ending([False] * 3)}, **settings)
@@ -124,9 +130,17 @@ def test_truncated_step_does_not_spoil_the_next_ones(tmp_path):
 # The reported loss
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+def crossed(accumulations):
+    """Both levels with every loss type, each with one of the two accumulations; with the other one it is slow."""
+    return [
+        pytest.param(level, loss_type, accumulation, marks=[] if (row + column + place) % 2 == 0 else pytest.mark.slow)
+        for row, level in enumerate(("token", "sequence"))
+        for column, loss_type in enumerate(LOSS_TYPES)
+        for place, accumulation in enumerate(accumulations)
+    ]
+
+
+@pytest.mark.parametrize(("level", "loss_type", "accumulation"), crossed([1, 3]))
 def test_reported_loss_is_that_of_grpo(level, loss_type, accumulation, tmp_path):
     settings = {
         "loss_type": loss_type,
@@ -160,9 +174,7 @@ def test_reported_loss_is_that_of_grpo_under_other_settings(settings, tmp_path):
     assert training.gradients(own, inputs)[0] == pytest.approx(loss, abs=1e-6) and abs(loss) > 1e-3
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("level", "loss_type", "accumulation"), crossed([1, 2]))
 def test_rule_none_has_the_gradient_of_grpo(level, loss_type, accumulation, tmp_path):
     settings = {"loss_type": loss_type, "importance_sampling_level": level, "max_grad_norm": 0.0}
     inputs = float_batch(tool_mask=torch.tensor([[1, 0, 0, 1, 1, 1], [1, 1, 0, 1, 1, 1], [1] * 6, [1] * 6]))
@@ -208,7 +220,7 @@ def test_evaluation_reports_the_loss_of_grpo(tmp_path):
 # The size of the step
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("rule, low, high", [("fisher", 1 / 3, 3), ("npg", 1 / 3, 3), ("interacting", 0, 1)])
 def test_gradient_norm_is_comparable_with_that_of_grpo(rule, low, high, seed, tmp_path):
     def norm(**settings):

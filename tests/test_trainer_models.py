@@ -84,20 +84,20 @@ def test_head_cast_to_float32_trains(dtype, tie, tmp_path):
 
 
 def test_lora_moves_adapters_and_nothing_else(tmp_path):
-    trainer = training.build(tmp_path, options={"peft_config": lora()}, max_steps=3)
+    trainer = training.build(tmp_path, options={"peft_config": lora()})
     assert isinstance(trainer.model, PeftModel)
     training.train(trainer)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
 def test_default_lora_trains(family, tmp_path):
-    training.train(training.build(tmp_path, family, options={"peft_config": LoraConfig()}, max_steps=3))
+    training.train(training.build(tmp_path, family, options={"peft_config": LoraConfig()}))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_ready_peft_model_trains(checkpointing, tmp_path):
     model = get_peft_model(tiny.model("qwen3"), lora())
-    training.train(training.build(tmp_path, model, max_steps=3, gradient_checkpointing=checkpointing))
+    training.train(training.build(tmp_path, model, gradient_checkpointing=checkpointing))
 
 
 LORA = [
@@ -121,7 +121,7 @@ def name_of(settings):
 
 @pytest.mark.parametrize("settings", [*LORA, {"lora_dropout": 0.2}], ids=name_of)
 def test_lora_setting_trains(settings, tmp_path):
-    training.train(training.build(tmp_path, "qwen2", options={"peft_config": lora(**settings)}, max_steps=3))
+    training.train(training.build(tmp_path, "qwen2", options={"peft_config": lora(**settings)}))
 
 
 def logits_of(model):
@@ -176,7 +176,7 @@ def test_dropout_of_lora_is_active_in_the_loss(tmp_path):
 
 def test_disable_dropout_switches_dropout_off(tmp_path):
     options = {"peft_config": lora(lora_dropout=0.5)}
-    trainer = training.build(tmp_path, options=options, disable_dropout=True, max_steps=3)
+    trainer = training.build(tmp_path, options=options, disable_dropout=True)
     training.train(trainer)
     dropouts = [module.p for module in trainer.model.modules() if isinstance(module, torch.nn.Dropout)]
     assert dropouts and not any(dropouts)
@@ -187,7 +187,7 @@ def test_only_the_active_adapter_moves(extra, tmp_path):
     model = get_peft_model(tiny.model("qwen3"), lora(**extra))
     model.add_adapter("other", lora(r=3, **extra))
     model.set_adapter("other")
-    trainer = training.build(tmp_path, model, max_steps=3)
+    trainer = training.build(tmp_path, model)
     trained = {name for row in trainer.isopo.coverage() for name in [row["parameter"]]}
     assert trained and all(".other." in name for name in trained)
     training.train(trainer)
@@ -196,7 +196,7 @@ def test_only_the_active_adapter_moves(extra, tmp_path):
 def test_adapter_loaded_from_disk_trains(tmp_path):
     get_peft_model(tiny.model("qwen3"), lora()).save_pretrained(tmp_path / "adapter")
     model = PeftModel.from_pretrained(tiny.model("qwen3"), tmp_path / "adapter", is_trainable=True)
-    training.train(training.build(tmp_path, model, max_steps=3))
+    training.train(training.build(tmp_path, model))
 
 
 def test_model_with_frozen_parts_trains_the_rest(tmp_path):
@@ -225,7 +225,7 @@ def test_frozen_head_is_left_alone(tmp_path):
 )
 def test_a_mixture_of_experts_trains(target, tmp_path):
     options = {} if target is None else {"peft_config": lora(**target)}
-    training.train(training.build(tmp_path, "qwen3_moe", options=options, router_aux_loss_coef=0.0, max_steps=3))
+    training.train(training.build(tmp_path, "qwen3_moe", options=options, router_aux_loss_coef=0.0))
 
 
 def test_detached_model_is_a_plain_model_again(tmp_path):

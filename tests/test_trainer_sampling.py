@@ -2,6 +2,7 @@
 Between generation and loss: sampling settings, reuse of a generation, no old policy, vLLM's correction, seeds.
 """
 
+import functools
 import random
 
 import numpy
@@ -260,17 +261,27 @@ def completions_of_a_run(folder, kind, options=None, **settings):
     return seen, constructed, random_states()
 
 
+@pytest.fixture(scope="module")
+def of_grpo(tmp_path_factory):
+    """What GRPO draws with so many iterations, of one run for all tests that compare with it."""
+
+    @functools.cache
+    def run(iterations):
+        settings = {"gradient_accumulation_steps": 2, "num_iterations": iterations}
+        return completions_of_a_run(tmp_path_factory.mktemp("grpo"), GRPOTrainer, **settings)
+
+    return run
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_token_weights_draw_nothing_from_the_random_stream(weights, tmp_path):
+def test_token_weights_draw_nothing_from_the_random_stream(weights, of_grpo, tmp_path):
     settings = {"gradient_accumulation_steps": 2, "num_iterations": 2}
-    expected = completions_of_a_run(tmp_path, GRPOTrainer, **settings)
-    assert completions_of_a_run(tmp_path, ISOPOTrainer, token_weights=weights, **settings) == expected
+    assert completions_of_a_run(tmp_path, ISOPOTrainer, token_weights=weights, **settings) == of_grpo(2)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rule_draws_nothing_from_the_random_stream(rule, tmp_path):
-    expected = completions_of_a_run(tmp_path, GRPOTrainer, gradient_accumulation_steps=2)
-    assert completions_of_a_run(tmp_path, ISOPOTrainer, gradient_accumulation_steps=2, rule=rule) == expected
+def test_rule_draws_nothing_from_the_random_stream(rule, of_grpo, tmp_path):
+    assert completions_of_a_run(tmp_path, ISOPOTrainer, gradient_accumulation_steps=2, rule=rule) == of_grpo(1)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

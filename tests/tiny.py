@@ -4,6 +4,7 @@ Every model family shares one tokenizer (105 tokens: special tokens and printabl
 exchange the family and nothing else.
 """
 
+import functools
 import os
 
 import torch
@@ -230,11 +231,13 @@ def _questions(n: int) -> list[str]:
     return [f"What is {7 ** (i % 4)} + {3 * i}?" for i in range(n)]
 
 
+@functools.cache  # a fingerprint takes longer than the rows
 def prompts(n: int) -> Dataset:
     """n questions of different lengths, as text."""
     return Dataset.from_dict({"prompt": _questions(n)})
 
 
+@functools.cache
 def conversational_prompts(n: int) -> Dataset:
     """The same n questions, each as a conversation of one user message."""
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": question}] for question in _questions(n)]})

@@ -98,8 +98,15 @@ def random_batch(seed):
 # The tests
 
 
-@pytest.mark.parametrize("scale", ["relative", "paper"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("lora", "scale"),
+    [
+        pytest.param(False, "relative", id="full-relative"),
+        pytest.param(True, "paper", id="lora-paper"),
+        pytest.param(False, "paper", id="full-paper", marks=pytest.mark.slow),
+        pytest.param(True, "relative", id="lora-relative", marks=pytest.mark.slow),
+    ],
+)
 def test_gradient_is_the_definition_on_the_first_step_and_with_a_history(lora, scale):
     model = build("qwen3", lora)
     reference = Reference(model, RADIUS, scale)

@@ -26,9 +26,23 @@ from tests.token_weights.definition import (
 )
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", WEIGHTS)
+def crossed():
+    """Every weighting with every rule, on all weights or with LoRA, each with either; the other way round is slow."""
+    return [
+        pytest.param(
+            name,
+            lora,
+            rule,
+            marks=[] if lora == (number + place // 2 + 1) % 2 else pytest.mark.slow,
+            id=f"{name}-{'lora' if lora else 'full'}-{rule}",
+        )
+        for number, name in enumerate(WEIGHTS)
+        for lora in (False, True)
+        for place, rule in enumerate(RULES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "lora", "rule"), crossed())
 def test_gradient_is_the_definition(name, lora, rule, tmp_path):
     model = build("llama", lora)
     trainer = trainer_for(model, tmp_path, rule=rule, **WEIGHTS[name])
@@ -76,8 +90,14 @@ def test_settings_of_the_rule_enter_as_ever(settings, name, scale, tmp_path):
     compare(model, trainer, reference("llama", False, name), settings["rule"], scale=scale, **formula)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "luspo"])
-@pytest.mark.parametrize("name", ["sampler", "p3o", "kpo"])
+@pytest.mark.parametrize(
+    ("name", "loss_type"),
+    [
+        pytest.param(name, loss_type, marks=[] if name == "p3o" or place % 2 == number // 2 else pytest.mark.slow)
+        for number, name in enumerate(("sampler", "p3o", "kpo"))
+        for place, loss_type in enumerate(("grpo", "bnpo", "dr_grpo", "luspo"))
+    ],
+)
 def test_every_normalisation(name, loss_type, tmp_path):
     model = build("llama", lora=True)
     trainer = trainer_for(model, tmp_path, loss_type=loss_type, scale="paper", **WEIGHTS[name])
@@ -85,9 +105,21 @@ def test_every_normalisation(name, loss_type, tmp_path):
     compare(model, trainer, expected, "fisher", scale="paper")
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["p3o", "kpo wide"])
-@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.parametrize(
+    ("family", "name", "lora"),
+    [
+        pytest.param(
+            family,
+            name,
+            lora,
+            marks=[] if lora == (number + place) % 2 else pytest.mark.slow,
+            id=f"{family}-{name}-{'lora' if lora else 'full'}",
+        )
+        for number, family in enumerate(FAMILIES[1:])
+        for place, name in enumerate(("p3o", "kpo wide"))
+        for lora in (False, True)
+    ],
+)
 def test_every_family(family, name, lora, tmp_path):
     model = build(family, lora)
     trainer = trainer_for(model, tmp_path, **WEIGHTS[name])

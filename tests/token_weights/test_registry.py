@@ -117,8 +117,18 @@ class Tempered(Weighting):
         return Weighted(log_ratio=tokens.log_ratio / 2)
 
 
-@pytest.mark.parametrize("rule", ["fisher", "interacting", "none"])
-@pytest.mark.parametrize("weighting", [Halved, OnlyPulled, BySequence])
+@pytest.mark.parametrize(
+    ("weighting", "rule"),
+    [
+        *((Halved, rule) for rule in ("fisher", "interacting", "none")),
+        *((weighting, rule) for weighting, rule in ((OnlyPulled, "interacting"), (BySequence, "fisher"))),
+        *(
+            pytest.param(weighting, rule, marks=pytest.mark.slow)
+            for weighting, others in ((OnlyPulled, ("fisher", "none")), (BySequence, ("interacting", "none")))
+            for rule in others
+        ),
+    ],
+)
 def test_weights_and_unscaled_terms_of_ones_own(weighting, rule, tmp_path):
     register("own")(weighting)
     model = build("llama")
