@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from tests import tiny, training
 from tests.test_oracle import build, check, everything_in_float64, trainer_for  # noqa: F401
-from tests.token_weights.definition import WEIGHTS, normalisation, ragged_batch, refer
+from tests.token_weights.definition import WEIGHTS, reference
 
 
 # Of each trainer: the model's family, rule, token weights
@@ -23,8 +23,8 @@ class Step:
     def __init__(self, folder, family, rule, name):
         self.rule = rule
         self.model = build(family)
-        self.batch = ragged_batch(self.model)
-        self.expected = refer(self.model, self.batch, name, normalisation(self.batch))
+        self.expected = reference(family, False, name)
+        self.batch = self.expected.batch
         self.trainer = trainer_for(self.model, folder, rule=rule, **WEIGHTS[name])
         self.loss = None
 

@@ -32,7 +32,11 @@ if __name__ == "__main__":
 
         import isopo_trl  # noqa: F401
 
-        importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # see `tests/conftest.py`
+        # See `tests/conftest.py`
+        importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():
+                device.manual_seed_all = lambda seed: None
     method = "fork" if can_fork else "spawn"
     # Where one of them fails, the others are ended
     torch.multiprocessing.start_processes(become, (ranks,), nprocs=len(ranks), start_method=method)

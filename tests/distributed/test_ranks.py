@@ -15,13 +15,19 @@ pytestmark = pytest.mark.distributed
 
 RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", "fsdp2-fig4-lora"]
 RUNS += ["fsdp2-fig4-experts"]
-RUNS += ["trainer-fisher-dora", "fsdp2-fisher-dora"]  # gradients per sequence
+RUNS += ["fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
 RUNS += ["skipped-none-full", "skippedfsdp-euclidean-full"]
 RUNS += ["overflow-fisher-full", "overflowfsdp-fisher-full"]
 RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "undone-fisher-full"]
 RUNS += ["step-fig4-full", "steptrainer-fisher-full"]
-SLOW = ["trainer-fisher-experts", "fsdp2-fisher-expertslora", "skipped-euclidean-lora", "overflow-none-lora"]
+SLOW = [
+    "trainer-fisher-dora",
+    "trainer-fisher-experts",
+    "fsdp2-fisher-expertslora",
+    "skipped-euclidean-lora",
+    "overflow-none-lora",
+]
 SLOW += ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
 SLOW += ["stepfsdp2-fig4-experts", "stepfsdp2-fisher-dora"]
 if importlib.util.find_spec("deepspeed") is not None:

@@ -131,8 +131,8 @@ class Keep(TrainerCallback):
     [
         ("p3o", "fisher", "grpo"),
         ("p3o", "interacting", "dapo"),
-        ("p3o", "none", "grpo"),
-        ("p3o biased", "fig4", "dapo"),
+        pytest.param("p3o", "none", "grpo", marks=pytest.mark.slow),
+        pytest.param("p3o biased", "fig4", "dapo", marks=pytest.mark.slow),
         ("kpo wide", "fisher", "dapo"),
     ],
 )
