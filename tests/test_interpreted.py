@@ -54,6 +54,7 @@ ORACLE = {
 }
 EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["gpt_oss-fig4"]}  # with biases
 UNSCALED = {"test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"]}
+TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-lora-fisher"]}  # the one with LoRA
 KEPT_ROWS = {  # samples from before
     "test_gradient_is_the_definition_with_the_rows_of_the_step_before": [
         f"{layer}-{rule}-[1, 2]-False"
@@ -69,11 +70,12 @@ PARTS = {
     "test_oracle": ORACLE,
     "layers/test_experts": EXPERTS,
     "test_unscaled": UNSCALED,
+    "token_weights/test_gradients": TOKEN_WEIGHTS,
     "rules/test_own_rule": OWN_RULE,
     "layers/test_kept_rows": KEPT_ROWS,
 }
-# No kernel that the others do not reach: other rules and weights of tokens on the same layers, settings and noise,
-# which the tests of the kernels have
+# No kernel that the others do not reach: other rules on the same layers, settings and noise, which the tests of the
+# kernels have
 MORE = {
     "test_oracle": {
         "test_gradient_is_the_definition": ["gemma3-lora-fisher", "qwen3-lora-interacting"],
@@ -81,7 +83,7 @@ MORE = {
         "test_every_setting_enters_as_the_formula_says": ["fig4-0.3-True-paper"],
         "test_running_means_over_microbatches_and_steps": ["interacting"],
     },
-    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-fig4", "p3o-lora-fisher"]},
+    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-fig4"]},
     "test_rounding_noise": {
         "test_gradients_that_are_zero_but_for_rounding_count_nowhere": ["62-torch.float32"],
     },
