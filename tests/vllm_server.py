@@ -55,7 +55,7 @@ class Server(ThreadingHTTPServer):
             return {"choices": [choice for ids in body["prompt"] for choice in self._complete(ids, body)]}
         if path == "/update_weights":
             self.announced = body["update_info"]["names"]
-            assert self.sent.wait(timeout=60), "no weights came"
+            assert self.sent.wait(timeout=3600), "no weights came"
             self.sent.clear()
         return {"success": True}
 
