@@ -285,13 +285,15 @@ def learned(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_stale_data_leads_plain_updates_astray(learned):
     run = learned("none")
     assert max(run["kl"]) > 10 and run["entropy"][-1] < 0.5, run
     assert sum(run["rewards"][-3:]) / 3 < run["rewards"][0] + 0.1, run
 
 
-@pytest.mark.parametrize("tokens", ["p3o", pytest.param("kpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", ["p3o", "kpo"])
 def test_token_weights_keep_learning_from_stale_data(tokens, learned):
     run = learned(tokens)
     assert max(run["kl"]) < 4 and run["entropy"][-1] > 1, run

@@ -144,7 +144,7 @@ SITUATIONS = {
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, under the interpreter
 @pytest.mark.parametrize(
     ("rule", "situation"),
-    thinned(3, A_FEW_RULES, SITUATIONS, names=lambda x: x if isinstance(x, str) else named(x)),
+    thinned(5, A_FEW_RULES, SITUATIONS, names=lambda x: x if isinstance(x, str) else named(x)),
 )
 def test_sequences_without_a_gradient_and_broken_ones_are_told_apart_as_in_plain_pytorch(rule, situation):
     given = batch(3, 7, 5, 4, 6)
@@ -236,7 +236,13 @@ def test_a_microbatch_of_too_many_sequences_is_left_to_pytorch(m, n, rule, can):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "rule"), [(64, 130, FISHER), (66, 1, FIG4), (64, 0, INTERACTING), (200, 0, EUCLIDEAN)]
+    ("m", "n", "rule"),
+    [
+        (64, 130, FISHER),
+        pytest.param(66, 1, FIG4, marks=pytest.mark.slow if INTERPRET else []),
+        (64, 0, INTERACTING),
+        (200, 0, EUCLIDEAN),
+    ],
 )
 def test_the_largest_tiles_that_the_kernels_accept(m, n, rule):
     given = batch(m, 1 if n < 128 else 2, 3, 2, max(n, 1))
