@@ -5,6 +5,7 @@ The table in `docs/adapters.md` has one line for each of them and is held agains
 tests.test_peft` writes it.
 """
 
+import dataclasses
 import os
 import sys
 import tempfile
@@ -77,10 +78,11 @@ METHODS = {
 VIRTUAL = ("prompt tuning", "P-tuning", "prefix tuning")
 
 
-def adapted(method):
+def adapted(method, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = get_peft_model(tiny.model("qwen2", tie=False, dtype=torch.float64), METHODS[method]()).double()
+        config = dataclasses.replace(METHODS[method](), **changes)
+        model = get_peft_model(tiny.model("qwen2", tie=False, dtype=torch.float64), config).double()
         with torch.no_grad():
             for p in model.parameters():
                 if p.requires_grad:  # many begin at zero, where others have no gradient
@@ -184,9 +186,40 @@ def test_several_adapters(both):
         for name, p in model.named_parameters():
             if "second" in name and "lora_B" in name:
                 p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view_as(p))
-    batch = oracle.random_batch([3, 1, 4], [5, 6, 1], 100)
     isopo = ISOPO(model, "fisher", fisher_samples=10_000)
     assert {"default" in row["parameter"] for row in isopo.coverage()} == ({False, True} if both else {False})
+    check_dora(model, isopo)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("rule", ["none", "fisher", "interacting"])
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_trained_biases_beside_dora(bias, rule):
+    """Without dropout, PEFT subtracts the bias from what the base layer returns, so that it is read in two places."""
+    model = adapted("DoRA", bias=bias)
+    isopo = ISOPO(model, rule, fisher_samples=10_000)
+    assert sum("q_proj.base_layer.bias" in row["parameter"] for row in isopo.coverage()) == 2
+
+    def with_dropout():  # of nothing: then the oracle finds the bias in one place
+        for module in model.modules():
+            if hasattr(module, "lora_dropout"):
+                module.lora_dropout["default"] = torch.nn.Dropout(0.0)
+        model.train()
+
+    check_dora(model, isopo, with_dropout)
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_base_layer_that_is_trained_whole_beside_dora_is_refused():
+    model = adapted("DoRA", bias="lora_only")
+    model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight").requires_grad_(True)
+    with pytest.raises(RuntimeError, match="freeze one of the two"):
+        check_dora(model, ISOPO(model))
+
+
+def check_dora(model, isopo, before_oracle=lambda: None):
+    """Gradients of a microbatch against the oracle, with gradients per sequence for the magnitudes."""
+    batch = oracle.random_batch([3, 1, 4], [5, 6, 1], 100)
     weights = oracle.token_weights(batch)
     with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
@@ -194,9 +227,10 @@ def test_several_adapters(both):
         (-(logps[:, -weights.shape[1] :] * weights).sum()).backward()
     found = {p: p.grad for p in model.parameters()}
     isopo.detach()
+    before_oracle()
     magnitudes = {n: [p] for n, p in model.named_parameters() if p.requires_grad and "magnitude" in n}
     G = oracle.position_gradients(model, batch, weights, whole=magnitudes)
-    expected = oracle.expected_gradients(model, G, batch, None, "fisher", whole=magnitudes)
+    expected = oracle.expected_gradients(model, G, batch, None, isopo.rule.name, whole=magnitudes)
     for p, gradient in found.items():
         p.grad = gradient
     error, name = oracle.worst_error(model, expected)

@@ -39,7 +39,7 @@ from ..geometry.sequences import Sequences
 from ..geometry.statistics import Statistics, accumulation_dtype, sequence_sample_statistics
 from ..microbatch import CurrentMicrobatch, Microbatch
 from ..rules.rule import Rule
-from .dora import constant_norms
+from .dora import constant_norms, without_bias
 from .layer import LENT, Inseparable, Layer, Place, layer_backward, put_aside, with_aside
 
 
@@ -137,6 +137,7 @@ class SequenceGroup(Layer):
         if not self.is_verified:
             self._refuse_reentrant_checkpointing()
         use = _Use(self, microbatch, taking, *_conditions(own[0]))  # type: ignore[arg-type]
+        kwargs = without_bias(module, kwargs)
         leaves, use.form = pytree.tree_flatten((args, kwargs))
         inputs = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         # A cache has been filled by the time that the module is run again, and is not needed for it
