@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from . import trl_seam
 from .generation import is_fresh, is_own
@@ -70,7 +71,7 @@ def divisor(batch: Batch, loss_type: str) -> torch.Tensor:
     return number.to(batch.advantages)
 
 
-class Skipping:
+class Skipping(TrainerCallback):
     """
     The microbatches of a trainer's optimizer steps, without the sequences that carry no advantage.
 
@@ -97,13 +98,17 @@ class Skipping:
         self.reset()
 
     def reset(self) -> None:
-        """Begin an optimizer step."""
+        """Forget the optimizer step."""
         self._gone = 0  # microbatches of the step up to now, empty ones included
         self._passes = 0  # microbatches of the step, as packed so far, that are not empty; the same on all ranks
         self._sequences = self._kept = 0  # of the step so far, on all ranks
         self._needs_all = False  # whether the step's token weights look at every sequence
         self._waiting: list[dict[str, Any]] = []
         self.is_empty = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        # What came before without an optimizer step, at the end of a stream of data, has its gradients in this one
+        self._gone = 0
 
     @property
     def is_idle(self) -> bool:

@@ -198,6 +198,8 @@ class ISOPOTrainer(GRPOTrainer):
         if skips is None:
             skips = not (self.terms or self.isopo.rule.needs.ntk or args.top_entropy_quantile < 1)
         self.skipping = Skipping(self) if skips else None
+        if self.skipping is not None:
+            self.add_callback(self.skipping)
         for warning in self.weighting.warnings():
             logger.warning(warning)
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from datasets import IterableDataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer, skipping, trl_seam
 from isopo_trl.rules import rule_names
@@ -44,12 +46,13 @@ class ByHand(ISOPOTrainer):
         return super()._get_grad_norm(model, grad_norm)
 
 
-def trained(folder, generations, model=None, kind=ByHand, **settings):
+def trained(folder, generations, model=None, kind=ByHand, data=None, options=None, **settings):
     settings = {"rule": "none", "per_device_train_batch_size": 3, "max_grad_norm": 1e30, **settings}
     # Momentum and decay move weights in a step without a gradient; an eps that rounding does not get past
     settings = {"max_steps": 3, "weight_decay": 0.1, "adam_epsilon": 1e-3, "skip_zero_advantage": False, **settings}
     model = tiny.model("qwen3", dtype=torch.float64) if model is None else model
-    trainer = training.build(folder, model, kind, data=tiny.prompts(24), **settings)
+    data = tiny.prompts(24) if data is None else data
+    trainer = training.build(folder, model, kind, data=data, options=options, **settings)
     trainer.generations = list(generations)
     trainer.train()
     return trainer
@@ -148,6 +151,44 @@ def test_a_step_of_two_generations_ends_with_a_pass_if_there_was_one(tmp_path):
     assert_same_weights(skipped, whole)
     assert [len(batch["advantages"]) for batch in skipped.microbatches] == [1, 1, 1]
     assert skipped.microbatches[1]["loss_weights"] == 0 and skipped.microbatches[1]["advantages"] == 0
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_what_a_stream_leaves_of_an_accumulation_goes_into_the_next_step(tmp_path):
+    """Three microbatches per epoch, two per step: Trainer keeps the gradient of the third."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3, "loss_type": "grpo"}
+    data = IterableDataset.from_generator(lambda: iter(tiny.prompts(3).to_list()))
+    few, none = FEW[3:], NONE[3:]
+    for advantages in ([few, none] * 4, [none, none, few, none, none, none, none, few]):
+        generations = [generation(a, seed) for seed, a in enumerate(advantages)]
+        whole = trained(tmp_path, generations, data=data, **settings)
+        skipped = trained(tmp_path, generations, data=data, skip_zero_advantage=True, **settings)
+        assert_same_weights(skipped, whole)
+        assert not skipped.generations and skipped.passes < whole.passes == 8
+        assert logged(skipped, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-9)
+
+
+class StopsEpoch(TrainerCallback):
+    def __init__(self):
+        self.after = 2
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.after -= 1
+        control.should_epoch_stop = self.after == 0
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_an_epoch_that_a_callback_ends_inside_a_step_loses_nothing(tmp_path):
+    settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "loss_type": "bnpo"}
+    settings |= {"max_steps": -1, "num_train_epochs": 3, "data": tiny.prompts(4)}
+    generations = [generation(a + b, seed) for seed, (a, b) in enumerate(((SOME, NONE), (FEW, SOME), (NONE, FEW)))]
+    runs = []
+    for skip in (False, True):
+        options = {"callbacks": [StopsEpoch()]}
+        runs.append(trained(tmp_path, generations, options=options, skip_zero_advantage=skip, **settings))
+    whole, skipped = runs
+    assert_same_weights(skipped, whole)
+    assert skipped.passes < whole.passes == 10
 
 
 def test_a_run_without_any_signal_makes_no_pass_and_decays_as_it_would(tmp_path):
