@@ -5,6 +5,7 @@ import torch
 from datasets import IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer, skipping, trl_seam
 from isopo_trl.rules import rule_names
@@ -389,13 +390,57 @@ def test_sequences_are_left_out_by_default_where_a_rule_takes_them_one_by_one(ru
     assert training.build(tmp_path, rule=rule, skip_zero_advantage=False).skipping is None
 
 
+class Generates(ISOPOTrainer):
+    """Its generations are those of a list, and nothing else is its own."""
+
+    def _generate_and_score_completions(self, inputs):
+        return dict(self.generations.pop(0))
+
+
 def test_by_default_a_step_is_that_of_the_sequences_with_an_advantage(tmp_path):
+    settings = {"kind": Generates, "max_steps": 1, "rule": "fisher"}
     by_default, skipped, whole = (
-        trained(tmp_path, [generation(SOME)], max_steps=1, rule="fisher", skip_zero_advantage=skip)
-        for skip in (None, True, False)
+        trained(tmp_path, [generation(SOME)], skip_zero_advantage=skip, **settings) for skip in (None, True, False)
     )
     assert not differing(by_default, weights(skipped)) and differing(by_default, weights(whole))
     assert logged(by_default, "isopo/skipped_fraction") == [0.5]
+
+
+class OtherInputs(Generates):
+    """Advantages of its own, where all of the batch is at hand."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return {**inputs, "advantages": inputs["advantages"] - 0.1}
+
+
+class OtherAdvantages(Generates):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] - 0.1})
+
+
+class OtherLoss(GRPOTrainer):
+    """TRL's trainer with a term that has no advantage."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+class WithOtherLoss(Generates, OtherLoss):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OtherInputs, OtherAdvantages, WithOtherLoss])
+def test_by_default_a_subclass_that_may_need_them_has_all_sequences(kind, tmp_path):
+    settings = {**ACCUMULATED, "max_steps": 2, "kind": kind}
+    generations = [generation(a, seed) for seed, a in enumerate((SOME, NONE))]
+    by_default, whole = (
+        trained(tmp_path, generations, skip_zero_advantage=skip, **settings) for skip in (None, False)
+    )
+    assert not differing(by_default, weights(whole))
+    assert all(norm > 0 for norm in logged(by_default, "grad_norm"))
+    assert training.build(tmp_path, kind=kind, skip_zero_advantage=True).skipping is not None
 
 
 ADAPTER = {"peft_config": LoraConfig(r=2)}  # without which the reference model is another one
