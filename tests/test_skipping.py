@@ -6,6 +6,7 @@ from datasets import IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
 from isopo_trl import ISOPOTrainer, skipping, trl_seam
 from isopo_trl.rules import rule_names
@@ -356,6 +357,17 @@ def test_images_stay_with_their_sequences(tmp_path):
         assert torch.equal(inputs["mm_token_type_ids"], whole["mm_token_type_ids"][rows])
         assert len(inputs["image_grid_thw"]) == len(inputs["num_images"]) == 2
     assert sorted(used) == [1, 4, 5, 11]
+
+
+def test_images_that_are_padded_to_a_row_per_sequence_stay_with_it():
+    """As for Idefics and SmolVLM: up to two images, and a microbatch in which every sequence has one."""
+    pixels = torch.arange(8.0).view(4, 2, 1, 1, 1)
+    whole = {"prompt_ids": torch.arange(4).unsqueeze(1), "pixel_values": pixels, "num_images": [1, 1, 1, 2]}
+    halves = split_tensor_dict(whole, 2)
+    for order, rows in ((halves, [0, 2, 3]), (halves[::-1], [2, 0, 1])):
+        part = trl_seam.rows_of(trl_seam.joined(order), rows)
+        assert part["prompt_ids"].flatten().tolist() == [0, 2, 3]
+        assert torch.equal(part["pixel_values"], pixels[[0, 2, 3]]) and part["num_images"] == [1, 1, 2]
 
 
 def same_for_some(prompts, completions, **_):
