@@ -359,6 +359,58 @@ def test_images_stay_with_their_sequences(tmp_path):
     assert sorted(used) == [1, 4, 5, 11]
 
 
+def among_images(rows, texts):
+    """The batch of images, with some sequences that have none."""
+    batch, others = image_batch(rows), [row for row in range(rows) if row not in texts]
+    pixels = batch["pixel_values"].view(rows, 16, -1)[others].flatten(0, 1)
+    batch |= {"pixel_values": pixels, "image_grid_thw": batch["image_grid_thw"][others]}
+    batch["num_images"] = [int(row in others) for row in range(rows)]
+    batch["prompt_ids"][texts, :6] = torch.arange(10, 16)
+    batch["mm_token_type_ids"][texts] = 0
+    return batch
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
+def test_texts_among_images_have_the_step_of_the_whole_batch(loss_type, tmp_path):
+    """Of the second step only texts are left; the vision tower goes on by its momentum."""
+    generations = []
+    for kept in ([0, 5, 9, 14], [1, 6]):
+        batch = among_images(16, [1, 6, 9])
+        batch |= {name: batch[name].double() for name in ("advantages", "pixel_values")}
+        zero = [row for row in range(16) if row not in kept]
+        generations.append({**batch, "advantages": batch["advantages"].index_fill(0, torch.tensor(zero), 0)})
+    settings = {**ACCUMULATED, "per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 2}
+    settings |= {"loss_type": loss_type, "gradient_checkpointing": False}
+    whole, skipped = (
+        trained(tmp_path, generations, vision_model(frozen=False).double(), skip_zero_advantage=skip, **settings)
+        for skip in (False, True)
+    )
+    assert_same_weights(skipped, whole)
+    assert [batch["num_images"][-1] for batch in skipped.microbatches] == [1, 1]
+    assert skipped.microbatches[-1]["loss_weights"].count_nonzero() == 2
+
+
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "none"])
+def test_a_sequence_that_fills_in_beside_others_counts_nowhere(rule, tmp_path):
+    found = []
+    for fills_in in (False, True):
+        settings = {"rule": rule, "loss_type": "grpo", "fisher_samples": 10_000}
+        trainer = training.prepared(training.build(tmp_path, tiny.model("qwen3"), **settings))
+        batch = generation([0.5, -1.0, 0.0])
+        batch["advantages"] = batch["advantages"].float()
+        weights = torch.tensor([1.5, 1.5, 0.0])
+        if not fills_in:
+            batch = {name: x[:2] if x.dim() else x for name, x in batch.items()}
+            weights = torch.ones(2)
+        loss, gradients = training.gradients(trainer, {**batch, "loss_weights": weights})
+        found.append((loss, gradients, trainer.isopo.step(), trainer.isopo.state_dict()["running"]["mean"]))
+    (loss, gradients, figures, mean), (again, others, same, filled) = found
+    assert again == pytest.approx(loss, rel=1e-5) and training.distance(others, gradients) < 1e-5
+    assert same == pytest.approx(figures, rel=1e-4, nan_ok=True)
+    torch.testing.assert_close(filled, mean, rtol=1e-4, atol=1e-6)
+
+
 def test_images_that_are_padded_to_a_row_per_sequence_stay_with_it():
     """As for Idefics and SmolVLM: up to two images, and a microbatch in which every sequence has one."""
     pixels = torch.arange(8.0).view(4, 2, 1, 1, 1)
