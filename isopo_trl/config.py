@@ -110,7 +110,9 @@ class ISOPOConfig(GRPOConfig):
             `group_microbatches`, a group is kept if one of its sequences has an advantage. Refused beside terms of the
             loss that every sequence has (`beta`, the entropy bonus, `router_aux_loss_coef`), and beside
             `top_entropy_quantile`. If `None`, it is done wherever it is not refused, but not with `"interacting"`,
-            whose coefficients depend on all sequences of a microbatch.
+            whose coefficients depend on all sequences of a microbatch, and not in a trainer with a `_prepare_inputs`,
+            `compute_loss` or `_compute_loss` of its own, which may use them. With `True`, these get `{}` for a
+            microbatch that is left empty.
         scale (`str`, *optional*, defaults to `"relative"`):
             `"relative"` divides `f` by `E[f x] / E[x]`, where x is the norm that the rule is about, and multiplies the
             interacting coefficients by `c0`: coefficients are of order one, so that the learning rate, `max_grad_norm`
@@ -243,8 +245,8 @@ class ISOPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Whether to leave out sequences whose advantage is zero before the forward pass, and to pack the "
-            "others of an optimizer step into fewer or smaller microbatches. If `None`, where no term of the loss and "
-            "no rule looks at them."
+            "others of an optimizer step into fewer or smaller microbatches. If `None`, where no term of the loss, "
+            "no rule and no method of a subclass looks at them."
         },
     )
     scale: str = field(

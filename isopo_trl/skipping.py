@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from . import trl_seam
 from .generation import is_fresh, is_own
@@ -70,7 +71,7 @@ def divisor(batch: Batch, loss_type: str) -> torch.Tensor:
     return number.to(batch.advantages)
 
 
-class Skipping:
+class Skipping(TrainerCallback):
     """
     The microbatches of a trainer's optimizer steps, without the sequences that carry no advantage.
 
@@ -79,7 +80,9 @@ class Skipping:
     so that the last, in which ranks exchange gradients, is not empty unless all are.
 
     All ranks make the same number of passes, as DDP, FSDP2 and DeepSpeed need. A rank that has too few sequences for
-    that takes one without an advantage, with weight 0: it has no gradient, and counts nowhere.
+    that takes one without an advantage, with weight 0: it has no gradient, and counts nowhere. Texts that were among
+    images take one with an image along in the same way: models take a list of images, but not an empty one, and the
+    vision tower is to have a gradient, if of zero, as in the whole batch.
 
     Args:
         trainer ([`ISOPOTrainer`]): the trainer.
@@ -97,13 +100,17 @@ class Skipping:
         self.reset()
 
     def reset(self) -> None:
-        """Begin an optimizer step."""
+        """Forget the optimizer step."""
         self._gone = 0  # microbatches of the step up to now, empty ones included
         self._passes = 0  # microbatches of the step, as packed so far, that are not empty; the same on all ranks
         self._sequences = self._kept = 0  # of the step so far, on all ranks
         self._needs_all = False  # whether the step's token weights look at every sequence
         self._waiting: list[dict[str, Any]] = []
         self.is_empty = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        # What came before without an optimizer step, at the end of a stream of data, has its gradients in this one
+        self._gone = 0
 
     @property
     def is_idle(self) -> bool:
@@ -188,7 +195,17 @@ class Skipping:
             rows (`list[int]`): which of them; none for one without an advantage that does not count.
             divisors (`torch.Tensor`): `[B]`, what their part of the loss is to be divided by.
         """
-        chosen = rows or (whole.advantages == 0).nonzero()[0].tolist()
+        chosen = rows + self._filling(whole, rows)
         part = Batch(trl_seam.rows_of(whole, chosen))
-        part.loss_weights = divisor(part, self._trainer.loss_type) / divisors[chosen] * bool(rows)
+        weights = divisor(part, self._trainer.loss_type) / divisors[chosen]
+        weights[len(rows) :] = part.advantages[len(rows) :] = 0
+        part.loss_weights = weights
         return part
+
+    @staticmethod
+    def _filling(whole: Batch, rows: list[int]) -> list[int]:
+        """Which sequence fills in, if one has to: there are none, or none of them has an image as others have."""
+        with_image = [row for row, images in enumerate(whole.get("num_images") or []) if images]
+        if with_image and not set(with_image).intersection(rows):
+            return with_image[:1]
+        return [] if rows else (whole.advantages == 0).nonzero()[0].tolist()

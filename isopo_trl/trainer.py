@@ -196,8 +196,11 @@ class ISOPOTrainer(GRPOTrainer):
             )
         skips = args.skip_zero_advantage
         if skips is None:
-            skips = not (self.terms or self.isopo.rule.needs.ntk or args.top_entropy_quantile < 1)
+            needed = self.terms or self.isopo.rule.needs.ntk or args.top_entropy_quantile < 1
+            skips = not needed and not self._is_changed("_prepare_inputs", "compute_loss", "_compute_loss")
         self.skipping = Skipping(self) if skips else None
+        if self.skipping is not None:
+            self.add_callback(self.skipping)
         for warning in self.weighting.warnings():
             logger.warning(warning)
         self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
@@ -213,6 +216,12 @@ class ISOPOTrainer(GRPOTrainer):
             self.add_callback(self.step_control)
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+    def _is_changed(self, *names: str) -> bool:
+        """Whether a class beside this one and TRL's has a method of one of these names."""
+        classes = type(self).__mro__
+        others = [kind for kind in classes[: classes.index(GRPOTrainer)] if kind is not ISOPOTrainer]
+        return any(name in vars(kind) for kind in others for name in names)
 
     # One optimizer step
 

@@ -685,8 +685,8 @@ def coming_batches(trainer: Any, count: int) -> list[dict[str, Any]]:
 
 def joined(batches: list[dict[str, Any]]) -> dict[str, Any]:
     """Microbatches of one generation as one batch, in which images are split by sequence: for [`rows_of`]."""
-    split = [_images_by_sequence(batch) for batch in batches]
-    return {name: _one_after_the_other([batch[name] for batch in split]) for name in split[0]}
+    # Split as a whole, as by TRL: a microbatch alone does not tell how its images are laid out
+    return _images_by_sequence({name: _one_after_the_other([batch[name] for batch in batches]) for name in batches[0]})
 
 
 def rows_of(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from datasets import IterableDataset
 from peft import LoraConfig
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
 from isopo_trl import ISOPOTrainer, skipping, trl_seam
 from isopo_trl.rules import rule_names
@@ -44,12 +48,13 @@ class ByHand(ISOPOTrainer):
         return super()._get_grad_norm(model, grad_norm)
 
 
-def trained(folder, generations, model=None, kind=ByHand, **settings):
+def trained(folder, generations, model=None, kind=ByHand, data=None, options=None, **settings):
     settings = {"rule": "none", "per_device_train_batch_size": 3, "max_grad_norm": 1e30, **settings}
     # Momentum and decay move weights in a step without a gradient; an eps that rounding does not get past
     settings = {"max_steps": 3, "weight_decay": 0.1, "adam_epsilon": 1e-3, "skip_zero_advantage": False, **settings}
     model = tiny.model("qwen3", dtype=torch.float64) if model is None else model
-    trainer = training.build(folder, model, kind, data=tiny.prompts(24), **settings)
+    data = tiny.prompts(24) if data is None else data
+    trainer = training.build(folder, model, kind, data=data, options=options, **settings)
     trainer.generations = list(generations)
     trainer.train()
     return trainer
@@ -148,6 +153,44 @@ def test_a_step_of_two_generations_ends_with_a_pass_if_there_was_one(tmp_path):
     assert_same_weights(skipped, whole)
     assert [len(batch["advantages"]) for batch in skipped.microbatches] == [1, 1, 1]
     assert skipped.microbatches[1]["loss_weights"] == 0 and skipped.microbatches[1]["advantages"] == 0
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_what_a_stream_leaves_of_an_accumulation_goes_into_the_next_step(tmp_path):
+    """Three microbatches per epoch, two per step: Trainer keeps the gradient of the third."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": 3, "loss_type": "grpo"}
+    data = IterableDataset.from_generator(lambda: iter(tiny.prompts(3).to_list()))
+    few, none = FEW[3:], NONE[3:]
+    for advantages in ([few, none] * 4, [none, none, few, none, none, none, none, few]):
+        generations = [generation(a, seed) for seed, a in enumerate(advantages)]
+        whole = trained(tmp_path, generations, data=data, **settings)
+        skipped = trained(tmp_path, generations, data=data, skip_zero_advantage=True, **settings)
+        assert_same_weights(skipped, whole)
+        assert not skipped.generations and skipped.passes < whole.passes == 8
+        assert logged(skipped, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-9)
+
+
+class StopsEpoch(TrainerCallback):
+    def __init__(self):
+        self.after = 2
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.after -= 1
+        control.should_epoch_stop = self.after == 0
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_an_epoch_that_a_callback_ends_inside_a_step_loses_nothing(tmp_path):
+    settings = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "loss_type": "bnpo"}
+    settings |= {"max_steps": -1, "num_train_epochs": 3, "data": tiny.prompts(4)}
+    generations = [generation(a + b, seed) for seed, (a, b) in enumerate(((SOME, NONE), (FEW, SOME), (NONE, FEW)))]
+    runs = []
+    for skip in (False, True):
+        options = {"callbacks": [StopsEpoch()]}
+        runs.append(trained(tmp_path, generations, options=options, skip_zero_advantage=skip, **settings))
+    whole, skipped = runs
+    assert_same_weights(skipped, whole)
+    assert skipped.passes < whole.passes == 10
 
 
 def test_a_run_without_any_signal_makes_no_pass_and_decays_as_it_would(tmp_path):
@@ -316,6 +359,69 @@ def test_images_stay_with_their_sequences(tmp_path):
     assert sorted(used) == [1, 4, 5, 11]
 
 
+def among_images(rows, texts):
+    """The batch of images, with some sequences that have none."""
+    batch, others = image_batch(rows), [row for row in range(rows) if row not in texts]
+    pixels = batch["pixel_values"].view(rows, 16, -1)[others].flatten(0, 1)
+    batch |= {"pixel_values": pixels, "image_grid_thw": batch["image_grid_thw"][others]}
+    batch["num_images"] = [int(row in others) for row in range(rows)]
+    batch["prompt_ids"][texts, :6] = torch.arange(10, 16)
+    batch["mm_token_type_ids"][texts] = 0
+    return batch
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
+def test_texts_among_images_have_the_step_of_the_whole_batch(loss_type, tmp_path):
+    """Of the second step only texts are left; the vision tower goes on by its momentum."""
+    generations = []
+    for kept in ([0, 5, 9, 14], [1, 6]):
+        batch = among_images(16, [1, 6, 9])
+        batch |= {name: batch[name].double() for name in ("advantages", "pixel_values")}
+        zero = [row for row in range(16) if row not in kept]
+        generations.append({**batch, "advantages": batch["advantages"].index_fill(0, torch.tensor(zero), 0)})
+    settings = {**ACCUMULATED, "per_device_train_batch_size": 8, "num_generations": 2, "max_steps": 2}
+    settings |= {"loss_type": loss_type, "gradient_checkpointing": False}
+    whole, skipped = (
+        trained(tmp_path, generations, vision_model(frozen=False).double(), skip_zero_advantage=skip, **settings)
+        for skip in (False, True)
+    )
+    assert_same_weights(skipped, whole)
+    assert [batch["num_images"][-1] for batch in skipped.microbatches] == [1, 1]
+    assert skipped.microbatches[-1]["loss_weights"].count_nonzero() == 2
+
+
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "none"])
+def test_a_sequence_that_fills_in_beside_others_counts_nowhere(rule, tmp_path):
+    found = []
+    for fills_in in (False, True):
+        settings = {"rule": rule, "loss_type": "grpo", "fisher_samples": 10_000}
+        trainer = training.prepared(training.build(tmp_path, tiny.model("qwen3"), **settings))
+        batch = generation([0.5, -1.0, 0.0])
+        batch["advantages"] = batch["advantages"].float()
+        weights = torch.tensor([1.5, 1.5, 0.0])
+        if not fills_in:
+            batch = {name: x[:2] if x.dim() else x for name, x in batch.items()}
+            weights = torch.ones(2)
+        loss, gradients = training.gradients(trainer, {**batch, "loss_weights": weights})
+        found.append((loss, gradients, trainer.isopo.step(), trainer.isopo.state_dict()["running"]["mean"]))
+    (loss, gradients, figures, mean), (again, others, same, filled) = found
+    assert again == pytest.approx(loss, rel=1e-5) and training.distance(others, gradients) < 1e-5
+    assert same == pytest.approx(figures, rel=1e-4, nan_ok=True)
+    torch.testing.assert_close(filled, mean, rtol=1e-4, atol=1e-6)
+
+
+def test_images_that_are_padded_to_a_row_per_sequence_stay_with_it():
+    """As for Idefics and SmolVLM: up to two images, and a microbatch in which every sequence has one."""
+    pixels = torch.arange(8.0).view(4, 2, 1, 1, 1)
+    whole = {"prompt_ids": torch.arange(4).unsqueeze(1), "pixel_values": pixels, "num_images": [1, 1, 1, 2]}
+    halves = split_tensor_dict(whole, 2)
+    for order, rows in ((halves, [0, 2, 3]), (halves[::-1], [2, 0, 1])):
+        part = trl_seam.rows_of(trl_seam.joined(order), rows)
+        assert part["prompt_ids"].flatten().tolist() == [0, 2, 3]
+        assert torch.equal(part["pixel_values"], pixels[[0, 2, 3]]) and part["num_images"] == [1, 1, 2]
+
+
 def same_for_some(prompts, completions, **_):
     """The same reward for every completion of a prompt of even length."""
     own = tiny.reward(completions)
@@ -348,13 +454,57 @@ def test_sequences_are_left_out_by_default_where_a_rule_takes_them_one_by_one(ru
     assert training.build(tmp_path, rule=rule, skip_zero_advantage=False).skipping is None
 
 
+class Generates(ISOPOTrainer):
+    """Its generations are those of a list, and nothing else is its own."""
+
+    def _generate_and_score_completions(self, inputs):
+        return dict(self.generations.pop(0))
+
+
 def test_by_default_a_step_is_that_of_the_sequences_with_an_advantage(tmp_path):
+    settings = {"kind": Generates, "max_steps": 1, "rule": "fisher"}
     by_default, skipped, whole = (
-        trained(tmp_path, [generation(SOME)], max_steps=1, rule="fisher", skip_zero_advantage=skip)
-        for skip in (None, True, False)
+        trained(tmp_path, [generation(SOME)], skip_zero_advantage=skip, **settings) for skip in (None, True, False)
     )
     assert not differing(by_default, weights(skipped)) and differing(by_default, weights(whole))
     assert logged(by_default, "isopo/skipped_fraction") == [0.5]
+
+
+class OtherInputs(Generates):
+    """Advantages of its own, where all of the batch is at hand."""
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return {**inputs, "advantages": inputs["advantages"] - 0.1}
+
+
+class OtherAdvantages(Generates):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] - 0.1})
+
+
+class OtherLoss(GRPOTrainer):
+    """TRL's trainer with a term that has no advantage."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss + 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+class WithOtherLoss(Generates, OtherLoss):
+    pass
+
+
+@pytest.mark.parametrize("kind", [OtherInputs, OtherAdvantages, WithOtherLoss])
+def test_by_default_a_subclass_that_may_need_them_has_all_sequences(kind, tmp_path):
+    settings = {**ACCUMULATED, "max_steps": 2, "kind": kind}
+    generations = [generation(a, seed) for seed, a in enumerate((SOME, NONE))]
+    by_default, whole = (
+        trained(tmp_path, generations, skip_zero_advantage=skip, **settings) for skip in (None, False)
+    )
+    assert not differing(by_default, weights(whole))
+    assert all(norm > 0 for norm in logged(by_default, "grad_norm"))
+    assert training.build(tmp_path, kind=kind, skip_zero_advantage=True).skipping is not None
 
 
 ADAPTER = {"peft_config": LoraConfig(r=2)}  # without which the reference model is another one
