@@ -452,7 +452,7 @@ class ISOPOTrainer(GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         if training and self.isopo.rule.needs.ntk:
             note_prompts(batch, self.accelerator.process_index, self.num_generations)
-        if self.skipping is not None and training:
+        if self.skipping is not None and training and rewards:  # unless a subclass has others
             batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])
         if needs_behaviour:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
