@@ -101,7 +101,7 @@ class ISOPO:
         self._loaded: dict[str, Any] | None = None
         self._model = model
         self._parameters_are_planned = False  # checked once per optimizer step
-        self._every_layer_was_reached = False  # checked in the first backward
+        self.every_layer_was_reached = False  # checked in the first backward
         self._outlier_was_reported = False
         self.layers = plan(self._current, model)
         # The layer of each place in the running statistics, and what the place is called
@@ -306,7 +306,7 @@ class ISOPO:
         if any(microbatch.visits):
             self._verify_visits(microbatch.visits)
             self._verify_terms(microbatch)
-            self._every_layer_was_reached = True
+            self.every_layer_was_reached = True
             self._last = (microbatch.ledger, microbatch.visits)
             microbatch.running.add(microbatch.ledger, list(map(bool, microbatch.visits)))
             if self._kept is not None and microbatch.draw is not None:
@@ -327,7 +327,7 @@ class ISOPO:
             )
 
     def _verify_visits(self, visits: list[int]) -> None:
-        least = 0 if self._every_layer_was_reached else 1
+        least = 0 if self.every_layer_was_reached else 1
         if least <= min(visits) and max(visits) <= 1:
             return
         pairs = zip(self._places, visits, strict=True)

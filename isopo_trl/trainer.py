@@ -45,6 +45,7 @@ from .generation import (
 )
 from .isopo import ISOPO
 from .kl_reward import KLReward
+from .readers import refuse_readers
 from .skipping import Skipping, equal_rewards
 from .step_control import StepControl
 from .terms import Derivative, Terms
@@ -392,6 +393,8 @@ class ISOPOTrainer(GRPOTrainer):
         weighted_advantages = advantages * batch.loss_weights
         value = loss.detach() + ((weighted_advantages - weighted_sign.detach()) * slope).sum() + terms.value
         loss = Derivative(given.with_graph, by_given).term
+        if not self.isopo.every_layer_was_reached:  # before the first backward
+            refuse_readers(loss, self.model)
         unscaled = [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
         pull = forward.unscaled_term()
         if pull is not None:
