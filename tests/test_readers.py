@@ -4,6 +4,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from isopo_trl import ISOPO
+from isopo_trl.readers import refuse_readers
 from tests import tiny, training
 
 
@@ -41,6 +43,26 @@ def test_an_adapters_factor_that_is_read_elsewhere_is_refused(tmp_path):
     reading(trainer.model.get_base_model(), "model.layers.0.self_attn.q_proj.lora_A.default.weight", torch.mean)
     with pytest.raises(RuntimeError, match="q_proj.lora_A.default.weight: the model reads"):
         trainer.train()
+
+
+def test_all_parameters_are_found_and_a_few_named(tmp_path):
+    model = tiny.model("llama")
+    trained = [name for name, _ in model.named_parameters()]
+    for name in trained:
+        reading(model, name, torch.mean)
+    with pytest.raises(RuntimeError, match=f"weight and {len(trained) - 8} more: the model reads this"):
+        training.build(tmp_path, model).train()
+
+
+def test_a_parameter_that_the_model_does_not_name_is_told_by_its_shape():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    model, rows = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False)), torch.ones(1, 2, 2)
+    model[0].weight = weight
+    with ISOPO(model).microbatch(torch.ones(1), attention_mask=torch.ones(1, 2)):
+        loss = (model(rows) + weight.mean()).sum()
+        with pytest.raises(RuntimeError, match=r"^a parameter of shape \[3, 2\]: the model reads"):
+            refuse_readers(loss, torch.nn.Linear(2, 3))  # as under FSDP2, which exchanges parameters
+        loss.backward()
 
 
 @pytest.mark.parametrize("tied", [False, True])

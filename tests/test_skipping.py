@@ -470,6 +470,26 @@ def test_by_default_a_step_is_that_of_the_sequences_with_an_advantage(tmp_path):
     assert logged(by_default, "isopo/skipped_fraction") == [0.5]
 
 
+class OtherGeneration(GRPOTrainer):
+    """TRL's trainer with advantages that no reward function had a part in."""
+
+    def _generate_and_score_completions(self, inputs):
+        return dict(self.generations.pop(0))
+
+
+class WithOtherGeneration(ISOPOTrainer, OtherGeneration):
+    pass
+
+
+def test_advantages_without_rewards_are_taken_as_they_are(tmp_path):
+    settings = {"max_steps": 1, "rule": "fisher", "skip_zero_advantage": None}
+    found, expected = (
+        trained(tmp_path, [generation(SOME)], kind=kind, **settings) for kind in (WithOtherGeneration, Generates)
+    )
+    assert not differing(found, weights(expected))
+    assert logged(found, "isopo/skipped_fraction") == [0.5]
+
+
 class OtherInputs(Generates):
     """Advantages of its own, where all of the batch is at hand."""
 
