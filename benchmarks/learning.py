@@ -12,6 +12,7 @@ up. The model is a folder with an instruct model, the data a folder with GSM8K's
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import signal
@@ -22,7 +23,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from learning_matrix import Matrix, Run, read_results
-from learning_schedule import Schedule, worker_command, worker_environment
+from learning_schedule import Schedule, multi_process_service, worker_command, worker_environment
 
 
 HERE = Path(__file__).resolve().parent
@@ -53,6 +54,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--stagger", type=float, default=8.0, help="seconds between two starts")
         command.add_argument("--memory", type=float, default=20.0, help="GiB of the GPU that a run may come to take")
         command.add_argument("--logs", type=Path, help="folder of the workers' logs (default: outputs/learning)")
+        command.add_argument(
+            "--mps", action="store_true", help="kernels of several runs at the same time: NVIDIA's MPS"
+        )
         command.add_argument("--commit", help="what is recorded as the commit, where there is no repository")
         end = command.add_mutually_exclusive_group(required=True)
         end.add_argument("--deadline", type=float, help="seconds after which everything must have ended")
@@ -97,20 +101,22 @@ def run(options: argparse.Namespace) -> int:
         )
         return 2
     given = {"model": options.model, "data": options.data, "results": options.results.resolve()}
-    schedule = Schedule(
-        matrix,
-        options.results,
-        functools.partial(worker_command, str(Path(__file__).resolve()), given),
-        end_time(options.deadline, options.until, time.time()),
-        options.parallel,
-        options.stagger,
-        options.logs or Path("outputs") / "learning",
-        options.memory,
-        options.group,
-        {**worker_environment(options.parallel), "LEARNING_COMMIT": commit(options.commit)},
-    )
+    deadline = end_time(options.deadline, options.until, time.time())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended as well
-    print({name: len(names) for name, names in schedule.go().items()})
+    with multi_process_service() if options.mps else contextlib.nullcontext({}) as shared:
+        schedule = Schedule(
+            matrix,
+            options.results,
+            functools.partial(worker_command, str(Path(__file__).resolve()), given),
+            deadline,
+            options.parallel,
+            options.stagger,
+            options.logs or Path("outputs") / "learning",
+            options.memory,
+            options.group,
+            {**worker_environment(options.parallel), **shared, "LEARNING_COMMIT": commit(options.commit)},
+        )
+        print({name: len(names) for name, names in schedule.go().items()})
     return 0
 
 

@@ -12,6 +12,7 @@ import yaml
 
 
 BEST = "best"
+Results = dict[str, dict[str, Any]]  # by a run's name
 # How settings other than method, rate and seed stand in a run's name
 SHORT = {
     "regularization": "lambda",
@@ -95,7 +96,7 @@ class Matrix:
             smaller |= {"steps": 0, "validate_at": []}
         return Run(name, entry.group, entry.method, settings | {"method": entry.method} | smaller)
 
-    def runs(self, finished: dict[str, dict[str, Any]], groups: list[str] | None = None) -> Iterator[Run | Entry]:
+    def runs(self, finished: Results, groups: list[str] | None = None) -> Iterator[Run | Entry]:
         """Each run once, in order; entries whose rate cannot be known yet as they are."""
         seen = set()
         for entry in self.entries:
@@ -112,7 +113,7 @@ class Matrix:
                 seen.add(run.name)
                 yield run
 
-    def best_rate(self, entry: Entry, finished: dict[str, dict[str, Any]]) -> float | None:
+    def best_rate(self, entry: Entry, finished: Results) -> float | None:
         """Rate at which the method did best on held-back problems; None until its part of the grid is finished."""
         grid = [self.run(e, e.given["learning_rate"]) for e in self.entries if e.group == entry.rates_of]
         grid = [run for run in grid if run.method == entry.method]
@@ -126,25 +127,35 @@ class Matrix:
             for run in grid
         )[2]
 
-    def expected_seconds(self, run: Run, finished: dict[str, dict[str, Any]], parallel: int) -> float:
-        """
-        Seconds from the start of a run's process to its end: by the finished runs of the same task, in microbatches of
-        the same size, that were made with as many at a time, else as the matrix says.
-        """
-        like = [
+    def expected_seconds(self, run: Run, finished: Results, parallel: int, shared: bool = False) -> float:
+        """Seconds from the start of a run's process to its end: by runs like it, else as the matrix says."""
+        expected = self.content["expected"]
+        share = expected["step"] + expected["microbatch"] * run.settings["completions"] / run.settings["microbatch"]
+        start, step = expected["start"], max(expected["alone"], share * parallel)
+        if like := self._like(run, finished, parallel, shared):
+            start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
+            step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)
+        return start + step * run.settings["steps"]
+
+    def expected_end(self, run: Run, finished: Results, parallel: int, shared: bool = False) -> float:
+        """Seconds from a run's last step to its end."""
+        if like := self._like(run, finished, parallel, shared):
+            return median(
+                result["seconds"]["validation"] / len(result["validations"]) + result["seconds"]["test"]
+                for result in like
+            )
+        return self.content["expected"]["end"]
+
+    def _like(self, run: Run, finished: Results, parallel: int, shared: bool) -> list[dict[str, Any]]:
+        """Finished runs of the same task and size of microbatches that shared the machine in the same way."""
+        return [
             result
             for result in finished.values()
             if all(result.get("settings", {}).get(key) == run.settings[key] for key in ("task", "microbatch"))
             and result["settings"]["steps"] > 0
             and result["hardware"]["parallel"] == parallel
+            and result["hardware"].get("shared_kernels", False) == shared
         ]
-        expected = self.content["expected"]
-        share = expected["step"] + expected["microbatch"] * run.settings["completions"] / run.settings["microbatch"]
-        start, step = expected["start"], max(expected["alone"], share * parallel)
-        if like:
-            start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
-            step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)
-        return start + step * run.settings["steps"]
 
 
 def run_name(method: str, given: dict[str, Any]) -> str:
@@ -168,6 +179,6 @@ def held_back_score(result: dict[str, Any]) -> float:
     return sum(validation["accuracy"] for validation in last) / len(last)
 
 
-def read_results(folder: str | Path) -> dict[str, dict[str, Any]]:
+def read_results(folder: str | Path) -> Results:
     """Finished runs by name."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))}

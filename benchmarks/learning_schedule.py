@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from typing import Any
 from learning_matrix import Matrix, Run, read_results
 
 
-# Lines by which a worker says how far it is
-READY, ENDING = "@ready", "@ending"
+# Lines by which a worker says how far it is; behind STEP are the number of the step and the seconds of training so far
+READY, ENDING, STEP = "@ready", "@ending", "@step"
 POLL = 0.5
+# Steps over which a worker's pace is taken; an even number, since every second step has a generation
+WINDOW = 6
+MPS = "nvidia-cuda-mps-control"
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Worker:
     slot: int
     read: int = 0
     marks: set[str] = field(default_factory=set)
+    steps: list[tuple[int, float]] = field(default_factory=list)
 
     def look(self) -> None:
         """Read what was written to the log since the last look."""
@@ -41,14 +47,35 @@ class Worker:
             if lines and not lines[-1].endswith("\n"):
                 lines.pop()
         self.read += sum(len(line.encode(errors="replace")) for line in lines)
-        self.marks |= {line.strip() for line in lines if line.startswith("@")}
+        for line in lines:
+            if line.startswith(STEP):
+                _, step, seconds = line.split()
+                self.steps.append((int(step), float(seconds)))
+            elif line.startswith("@"):
+                self.marks.add(line.strip())
 
     @property
     def ready(self) -> bool:
         return READY in self.marks
 
-    def kill(self) -> None:
+    @property
+    def seconds_left(self) -> float | None:
+        """Of training, at the pace of the last steps; None where there are too few."""
+        if len(self.steps) <= WINDOW:
+            return None
+        (first, before), (last, now) = self.steps[-1 - WINDOW], self.steps[-1]
+        return (self.run.settings["steps"] - last) * (now - before) / (last - first)
+
+    def kill(self, pause: float = 0.0) -> None:
+        """
+        Args:
+            pause: seconds between stopping and ending it. What others share a GPU with must not be ended amid its
+                kernels: under the multi-process service they may fail with it.
+        """
         try:
+            if pause:
+                os.killpg(self.process.pid, signal.SIGSTOP)
+                time.sleep(pause)
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
@@ -63,6 +90,10 @@ class Schedule:
     none waits for what another compiles; the run that takes the place of one that has ended has its caches, too. A
     second attempt lets vLLM measure the memory that is free, which works only while the others keep theirs: it is
     started when nobody else is starting or ending, and nobody starts beside.
+
+    A run that is behind at its pace is given up before the deadline: the one that has most to do, so that the others,
+    which are the faster for it, end in time. After that nothing is started. Where as many attempts as there are places
+    failed and none got to its first step, the next ones would fail as well, and it ends at once.
 
     Args:
         matrix: the runs.
@@ -96,20 +127,27 @@ class Schedule:
         self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
         self.running: list[Worker] = []
         self.failures: dict[str, int] = {}
+        self.shared = "LEARNING_MPS" in self.environment
         self.earlier = read_results(results)  # from which it is known what a run takes
         self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
         self.last_start = float("-inf")
+        self.given_up: list[str] = []
+        self.fruitless = 0  # attempts that failed, without one that got to its first step
 
     def go(self) -> dict[str, list[str]]:
         """Work until nothing is left or the deadline; the names of runs made, failed and discarded."""
         self.results.mkdir(parents=True, exist_ok=True)
         self.logs.mkdir(parents=True, exist_ok=True)
         made: list[str] = []
-        discarded: list[str] = []
+        discarded = self.given_up
         try:
             while time.time() < self.deadline:
                 made += self._reap()
-                candidates = self._candidates() if self._has_room() else []
+                self._give_up_the_late()
+                if self.fruitless >= max(3, self.parallel):
+                    self._say(f"the last {self.fruitless} attempts failed: ended")
+                    break
+                candidates = self._candidates() if self._has_room() and not self.given_up else []
                 if not candidates and not self.running:
                     break
                 run = next(filter(self._may_start, candidates), None)
@@ -142,7 +180,29 @@ class Schedule:
         ]
 
     def _expected(self, run: Run) -> float:
-        return self.matrix.expected_seconds(run, self.earlier, self.parallel)
+        return self.matrix.expected_seconds(run, self.earlier, self.parallel, self.shared)
+
+    def _give_up_the_late(self) -> None:
+        """End the run that would end last, where that is too late and others have the machine's time of it."""
+        training = [worker for worker in self.running if ENDING not in worker.marks]
+        seconds = [worker.seconds_left for worker in training]
+        if len(training) < 2 or None in seconds:
+            return
+        ends = [
+            left + self.matrix.expected_end(worker.run, self.earlier, self.parallel, self.shared)
+            for worker, left in zip(training, shared_seconds(seconds), strict=True)
+        ]
+        late = max(ends) - (self.deadline - time.time())
+        if late <= 0:
+            return
+        worker = training[ends.index(max(ends))]
+        self._say(f"given up {worker.run.name}: it would end {late:.0f} s after the deadline")
+        worker.kill(pause=2.0)
+        self.running.remove(worker)
+        self._tidy(worker.run)
+        self.given_up.append(worker.run.name)
+        for other in self.running:
+            other.steps = other.steps[-1:]  # they are faster now
 
     def _has_room(self) -> bool:
         return sum(worker.run.settings["steps"] > 0 for worker in self.running) < self.parallel
@@ -187,6 +247,8 @@ class Schedule:
         for worker in list(self.running):
             ended = worker.process.poll() is not None  # before the look, so that nothing is missed
             worker.look()
+            if worker.ready:
+                self.fruitless = 0
             if not ended:
                 continue
             self.running.remove(worker)
@@ -199,6 +261,7 @@ class Schedule:
             else:
                 self._tidy(worker.run)
                 self.failures[worker.run.name] = worker.attempt
+                self.fruitless += not worker.ready
                 self._say(f"failed {worker.run.name} (exit {worker.process.returncode}), log {worker.log}:")
                 print("    " + "    ".join(worker.log.read_text(errors="replace").splitlines(True)[-15:]), flush=True)
         return made
@@ -209,6 +272,18 @@ class Schedule:
     def _say(self, text: str) -> None:
         left = self.deadline - time.time()
         print(f"[{time.strftime('%H:%M:%S')}, {left:.0f} s left, {len(self.running)} running] {text}", flush=True)
+
+
+def shared_seconds(seconds: Sequence[float]) -> list[float]:
+    """
+    When each of several runs ends that share a machine evenly, from the seconds it would take at its present pace: as
+    often as one ends, the others become faster.
+    """
+    ends, now, done = [0.0] * len(seconds), 0.0, 0.0
+    for place, index in enumerate(sorted(range(len(seconds)), key=lambda i: seconds[i])):
+        now += (seconds[index] - done) * (len(seconds) - place) / len(seconds)
+        ends[index], done = now, seconds[index]
+    return ends
 
 
 def free_port(taken: set[int]) -> int:
@@ -234,6 +309,23 @@ def free_gib() -> float:
         return float(output.split()[0]) / 1024
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return float("inf")
+
+
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """
+    NVIDIA's multi-process service, under which kernels of several processes run on one GPU at the same time instead of
+    taking turns, and the environment of a process that takes part.
+    """
+    if shutil.which(MPS) is None:
+        raise FileNotFoundError(f"--mps needs {MPS}, which comes with NVIDIA's driver and is not on the PATH.")
+    with tempfile.TemporaryDirectory(prefix="mps") as folder:  # of a short name, as sockets need it
+        shared = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run([MPS, "-d"], check=True, env={**os.environ, **shared})
+        try:
+            yield {**shared, "LEARNING_MPS": "1"}
+        finally:
+            subprocess.run([MPS], input="quit\n", text=True, env={**os.environ, **shared}, capture_output=True)
 
 
 def worker_environment(parallel: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import trl.trainer.grpo_trainer as grpo_module
 from learning_optimizers import muon_and_adamw
-from learning_schedule import ENDING, READY
+from learning_schedule import ENDING, READY, STEP
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
@@ -209,6 +209,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.seconds.append(time.perf_counter() - self.begin - self.validation.seconds)
+        say(f"{STEP} {state.global_step} {self.seconds[-1]:.2f}")
         if state.global_step == 1:
             say(READY)
         if state.global_step == state.max_steps:

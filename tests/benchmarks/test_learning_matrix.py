@@ -27,7 +27,7 @@ def small(groups, **others):
     return {
         "defaults": {"task": "gsm8k", "steps": 4, "rule": "none", "completions": 8, "microbatch": 4},
         "tasks": {"gsm8k": {}, "sums": {"steps": 2}},
-        "expected": {"start": 10, "step": 1, "microbatch": 0.5, "alone": 5},
+        "expected": {"start": 10, "end": 7, "step": 1, "microbatch": 0.5, "alone": 5},
         "methods": {"plain": {}, "fisher": {"rule": "fisher"}},
         "groups": groups,
         **others,
@@ -85,7 +85,8 @@ def test_the_best_rate_is_that_of_the_best_held_back_accuracy(learning_matrix, a
 
 def took(task, steps, parallel, total, train, microbatch=4):
     settings = {"task": task, "steps": steps, "microbatch": microbatch}
-    return {"settings": settings, "hardware": {"parallel": parallel}, "seconds": {"total": total, "train": train}}
+    seconds = {"total": total, "train": train, "validation": 6, "test": 3}
+    return {"settings": settings, "hardware": {"parallel": parallel}, "seconds": seconds, "validations": [{}, {}]}
 
 
 def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
@@ -102,6 +103,12 @@ def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
     like = {"a": took("gsm8k", 10, 6, 50, 20), "b": took("gsm8k", 2, 6, 60, 20), "c": took("gsm8k", 4, 6, 56, 20)}
     # 30, 40, 36 beside the steps, and 2, 10, 5 per step
     assert matrix.expected_seconds(run, others | like, 6) == 36 + 4 * 5
+    assert matrix.expected_end(run, others | like, 6) == 6 / 2 + 3
+    # Under the multi-process service they would take another time
+    assert matrix.expected_seconds(run, others | like, 6, shared=True) == 10 + 4 * 6 * (1 + 2 * 0.5)
+    assert matrix.expected_end(run, others | like, 6, shared=True) == 7
+    like["a"]["hardware"]["shared_kernels"] = True
+    assert matrix.expected_seconds(run, others | like, 6, shared=True) == 30 + 4 * 2
 
 
 def test_a_group_that_asks_for_what_is_not_there_is_refused(learning_matrix):

@@ -1,5 +1,6 @@
 """Scheduling of `benchmarks/learning.py`, with workers that take no time: what is started when, and what is left."""
 
+import contextlib
 import json
 import os
 import socket
@@ -27,6 +28,10 @@ if "breaks" in name or ("once" in name and attempt == 1):
 time.sleep(0.3)
 note("ready")
 print("@ready", flush=True)
+for step in range(1, 9 * ("paced" in name)):  # 8 of its steps, each of which took so many seconds
+    print(f"@step {step} {step * float(name.rpartition('-')[2])}", flush=True)
+while "paced" in name and not (folder / "go on").exists():
+    time.sleep(0.05)
 time.sleep(0.3)
 note("end")
 (folder / "runs" / f"{name}.json").write_text(json.dumps({"validations": [{"accuracy": 0.5}]}))
@@ -65,7 +70,7 @@ def scheduled(tmp_path):
         content = {
             "defaults": {"task": "t", "steps": steps, "completions": 1, "microbatch": 1},
             "tasks": {"t": {}},
-            "expected": {"start": expected, "step": 0, "microbatch": 0, "alone": 0},
+            "expected": {"start": expected, "end": 0, "step": 0, "microbatch": 0, "alone": 0},
             "methods": {method: {} for method in methods},
             "groups": [{"group": "all", "over": {"method": methods}}],
         }
@@ -151,7 +156,7 @@ def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_pa
     content = {
         "defaults": {"task": "t", "steps": 1, "completions": 1, "microbatch": 1},
         "tasks": {"t": {}},
-        "expected": {"start": 1e7, "step": 0, "microbatch": 0, "alone": 0},
+        "expected": {"start": 1e7, "end": 0, "step": 0, "microbatch": 0, "alone": 0},
         "methods": {"a": {}},
         "groups": [{"group": "all", "over": {"method": ["a"]}}],
     }
@@ -159,6 +164,103 @@ def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_pa
     schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], deadline, 1, 0.0, tmp_path)
     schedule.paces += paces
     assert bool(schedule._candidates()) == fits
+
+
+def test_a_run_that_would_end_too_late_is_given_up_and_the_others_end(scheduled, tmp_path):
+    """
+    Of 100 steps 8 are made. Of 10, 10 and 200 s each, 920, 920 and 18,400 s are left, or 920, 920 and 6,747 s, as the
+    last one becomes faster when the others have ended; the deadline is in 6,000. Nothing is started after that.
+    """
+    names = ["paced-10", "paced-10.0", "paced-200", "a"]
+
+    def go_on():
+        while "given up" not in (tmp_path / "said").read_text():
+            time.sleep(0.05)
+        (tmp_path / "go on").touch()
+
+    (tmp_path / "said").touch()
+    threading.Thread(target=go_on, daemon=True).start()
+    with open(tmp_path / "said", "w") as said, contextlib.redirect_stdout(said):
+        outcome, started, _ = scheduled(names, parallel=3, steps=100, deadline=6000.0)
+    assert sorted(outcome["made"]) == ["paced-10", "paced-10.0"] and outcome["failed"] == []
+    assert outcome["discarded"] == ["paced-200"] and started == names[:3]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"paced-10.json", "paced-10.0.json"}
+
+
+@pytest.mark.parametrize(
+    ("paces", "marks", "given_up"),
+    [
+        ([10, 200], {}, ["b"]),
+        ([10, 100], {}, []),  # 9,200 s at its pace, but 5,060 once the first has ended
+        ([10, 200], {1: "@ending"}, []),  # it has no more steps to make
+        ([10, 200], {0: "@ending"}, []),  # no other run would have the time of it
+        ([10, None], {}, []),  # nothing is known about it yet
+    ],
+)
+def test_only_runs_that_cannot_end_in_time_are_given_up(tmp_path, paces, marks, given_up):
+    from learning_matrix import Matrix, Run
+    from learning_schedule import Schedule, Worker
+
+    content = {"expected": {"start": 0, "end": 0, "step": 0, "microbatch": 0, "alone": 0}, "groups": []}
+    schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], time.time() + 6000, 2, 0.0, tmp_path)
+    sleep = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+    workers = []
+    for index, pace in enumerate(paces):
+        run = Run("ab"[index], "all", "m", {"task": "t", "steps": 100, "microbatch": 1})
+        process = subprocess.Popen(sleep, start_new_session=True)
+        workers.append(Worker(run, process, tmp_path / "log", time.time(), 1, 0, index))
+        workers[-1].steps += [(step, step * pace) for step in range(1, 9)] if pace else []
+        workers[-1].marks |= {marks[index]} if index in marks else set()
+    schedule.running += workers
+    try:
+        schedule._give_up_the_late()
+        assert schedule.given_up == given_up
+        assert [worker.process.poll() is not None for worker in workers] == [False, bool(given_up)]
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends"),
+    [
+        ([], []),
+        ([5.0], [5.0]),
+        ([6.0, 6.0], [6.0, 6.0]),
+        ([40.0, 10.0], [25.0, 10.0]),
+        ([9.0, 3.0, 6.0], [6.0, 3.0, 5.0]),
+    ],
+)
+def test_runs_that_share_a_machine_become_faster_as_others_end(seconds, ends):
+    from learning_schedule import shared_seconds
+
+    assert shared_seconds(seconds) == pytest.approx(ends)
+
+
+def test_where_every_attempt_fails_the_next_ones_are_not_made(scheduled):
+    outcome, started, _ = scheduled([f"breaks{index}" for index in range(9)], parallel=3)
+    assert outcome["made"] == [] and len(started) < 9
+
+
+def test_the_multi_process_service_is_started_and_ended(tmp_path, monkeypatch):
+    """A program of the same name stands in for NVIDIA's, which needs a GPU."""
+    from learning_schedule import multi_process_service
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="--mps needs nvidia-cuda-mps-control"), multi_process_service():
+        pass
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        f"open({str(tmp_path / 'calls')!r}, 'a').write(os.environ['CUDA_MPS_PIPE_DIRECTORY'] + ' ' "
+        "+ (sys.argv[1] if sys.argv[1:] else sys.stdin.read().strip()) + '\\n')\n"
+    )
+    program.chmod(0o755)
+    with multi_process_service() as environment:
+        folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert os.path.isdir(folder) and environment["LEARNING_MPS"] == "1"
+        assert (tmp_path / "calls").read_text().split() == [folder, "-d"]
+    assert (tmp_path / "calls").read_text().split() == [folder, "-d", folder, "quit"]
 
 
 def test_runs_side_by_side_have_ports_of_their_own(scheduled, tmp_path):
