@@ -106,7 +106,7 @@ class StepControl(TrainerCallback):
         target = size.target * self._schedule
         measurement, kept = self.kl.measure(), 1.0
         if measurement.kl == 0:
-            if self._has_gradient():
+            if measurement.is_known and self._has_gradient():
                 size.too_small()
         elif is_too_long(measurement, target):
             kept, tried, measurement = shortened(target, measurement, self._measured_at)
@@ -143,7 +143,8 @@ class StepControl(TrainerCallback):
         return self.kl.measure()
 
     def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
-        self._log_figures({"kl": measurement.kl, "kl_stderr": measurement.stderr, **(figures or {})})
+        known = {"kl": measurement.kl, "kl_stderr": measurement.stderr} if measurement.is_known else {}
+        self._log_figures({**known, **(figures or {})})
 
     def _log_figures(self, figures: dict[str, float]) -> None:
         trl_seam.log(self._trainer, "train", {f"step/{name}": value for name, value in figures.items()})

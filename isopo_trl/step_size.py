@@ -41,11 +41,16 @@ class Measurement:
 
     Args:
         kl (`float`): in nats per token.
-        stderr (`float`): its standard error.
+        stderr (`float`): its standard error; infinite where there was nothing to measure it by.
     """
 
     kl: float
     stderr: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self.kl != 0 or self.stderr != math.inf
 
     @property
     def relative_error(self) -> float:

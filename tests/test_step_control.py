@@ -12,7 +12,9 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
 from isopo_trl.optimizers import REFUSED, UNMEASURED
 from isopo_trl.step_control import PATIENCE
-from tests import tiny, training
+from isopo_trl.step_kl import drawn
+from tests import oracle, tiny, training
+from tests.test_skipping import trained as by_hand
 
 
 TARGET = 1e-3
@@ -236,6 +238,28 @@ def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises
     small = training.build(tmp_path, "qwen3", **{**settings, "learning_rate": 1e-20})
     small.train()
     assert small.step_control.size.rate == step_size.LARGEST_CHANGE**2
+
+
+def test_a_step_that_no_token_tells_anything_of_leaves_the_rate(tmp_path):
+    """Microbatches of one sequence, of which the one that is drawn may have been cut off, and masked."""
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 8}
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    trainer = by_hand(
+        tmp_path,
+        [oracle.random_batch([3, 2, 4], [0, 5, 0], 100, seed, advantages).for_trl() for seed in range(8)],
+        tiny.model("qwen3"),
+        **{**SETTINGS, **settings, "step_kl_share": 0.1},
+    )
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    told = []
+    for step in range(8):
+        (place,) = drawn(3, 0.1, step, trainer.args.seed)
+        told.append(bool(trainer.microbatches[3 * step + place]["completion_mask"].any()))
+    assert set(told) == {False, True}
+    assert [line.get("step/kl", 0) > 0 for line in lines] == told == ["step/kl" in line for line in lines]
+    for known, line, following in zip(told, lines, lines[1:], strict=False):
+        rates = [each["step/learning_rate"] / each["step/kept"] for each in (line, following)]
+        assert known or rates[0] == pytest.approx(rates[1])
 
 
 def run(tmp_path, **settings):
