@@ -110,11 +110,13 @@ class StepControl(TrainerCallback):
                 size.too_small()
         elif is_too_long(measurement, target):
             kept, tried, measurement = shortened(target, measurement, self._measured_at)
-            if kept:
-                size.measured(measurement, kept, self._schedule)
-            else:
+            if not kept:
                 self._take_back(self._kept)
                 size.taken_back(tried)
+            elif measurement.kl == 0:
+                size.too_small(kept)
+            else:
+                size.measured(measurement, kept, self._schedule)
         else:
             size.measured(measurement, 1.0, self._schedule)
         figures = {"kept": kept, "learning_rate": kept * self._applied}

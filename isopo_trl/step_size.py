@@ -107,9 +107,9 @@ class StepSize:
             self.rate = max(self.rate, min(math.exp(wanted), self.held))
         self.lost, self.held = 0, math.exp(made)
 
-    def too_small(self) -> None:
-        """A gradient did not move the policy by anything that could be measured."""
-        self.rate *= LARGEST_CHANGE
+    def too_small(self, kept: float = 1.0) -> None:
+        """A gradient, or the share `kept` of its step, did not move the policy by anything that could be measured."""
+        self.rate *= kept * LARGEST_CHANGE
         self.lost = 0
 
     def taken_back(self, kept: float) -> None:
@@ -150,6 +150,6 @@ def shortened(
         share *= math.sqrt(target / latest.kl) if 0 < latest.kl < math.inf else CAUTION
         share = min(share, 1.0)
         latest = measured_at(share)
-        if abs(latest.kl / target - 1) <= CLOSE:
+        if latest.kl == 0 or abs(latest.kl / target - 1) <= CLOSE:  # nothing is left, for rounding, or just enough
             break
     return (0.0 if is_too_long(latest, target) else share), share, latest

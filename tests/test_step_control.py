@@ -240,6 +240,28 @@ def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises
     assert small.step_control.size.rate == step_size.LARGEST_CHANGE**2
 
 
+class Coarse(torch.optim.SGD):
+    """Moves each weight to the next number there is."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
+
+
+def test_a_step_of_which_rounding_leaves_nothing_or_too_much_is_made_as_nothing(tmp_path):
+    model = tiny.model("qwen3")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = {"optimizers": (Coarse(model.parameters(), lr=1.0), None)}
+    trainer = training.build(tmp_path, model, options=options, **{**SETTINGS, "target_kl": 1e-30})
+    lines = steps(trainer)
+    assert all(line["step/kl"] == 0 and 0 < line["step/kept"] < 1 for line in lines)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    kept = math.prod(line["step/kept"] for line in lines)
+    assert trainer.step_control.size.rate == pytest.approx(kept * step_size.LARGEST_CHANGE**2)
+
+
 def test_a_step_that_no_token_tells_anything_of_leaves_the_rate(tmp_path):
     """Microbatches of one sequence, of which the one that is drawn may have been cut off, and masked."""
     settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 8}
