@@ -104,21 +104,17 @@ class StepControl(TrainerCallback):
             optimizers.check_state(self._optimizer())
             self._checked = True
         target = size.target * self._schedule
-        measurement, kept = self.kl.measure(), 1.0
-        if measurement.kl == 0:
-            if measurement.is_known and self._has_gradient():
-                size.too_small()
-        elif is_too_long(measurement, target):
+        measurement, kept, tried = self.kl.measure(), 1.0, 1.0
+        if is_too_long(measurement, target):
             kept, tried, measurement = shortened(target, measurement, self._measured_at)
-            if not kept:
-                self._take_back(self._kept)
-                size.taken_back(tried)
-            elif measurement.kl == 0:
+        if not kept:
+            self._take_back(self._kept)
+            size.taken_back(tried)
+        elif measurement.is_known and self._has_gradient():  # what momentum does alone, for a while, says nothing
+            if measurement.kl == 0:
                 size.too_small(kept)
             else:
                 size.measured(measurement, kept, self._schedule)
-        else:
-            size.measured(measurement, 1.0, self._schedule)
         figures = {"kept": kept, "learning_rate": kept * self._applied}
         self._log(measurement if kept else Measurement(0.0, 0.0), figures)
         if size.lost >= PATIENCE:

@@ -240,6 +240,25 @@ def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises
     assert small.step_control.size.rate == step_size.LARGEST_CHANGE**2
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_momentum_does_without_a_gradient_does_not_change_the_rate(skip, tmp_path):
+    """Else it would go on at full length for as long as no completion is better than another."""
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(len(completions))
+        return tiny.reward(completions) if len(calls) <= 2 else [1.0] * len(completions)
+
+    settings = {**SETTINGS, "learning_rate": 1e-3, "max_steps": 6, "skip_zero_advantage": skip}
+    trainer = training.build(tmp_path, "qwen3", reward=reward, **settings)
+    lines = steps(trainer)
+    assert [line["grad_norm"] > 0 for line in lines] == [True] * 2 + [False] * 4
+    assert all(line["step/kl"] > 0 for line in lines)  # of the moments
+    rates = [line["step/learning_rate"] / line["step/kept"] for line in lines]
+    assert rates[1] != rates[0] and rates[3:] == pytest.approx([rates[2]] * 3)
+    assert trainer.step_control.size.rate == pytest.approx(rates[2] / 1e-3)
+
+
 class Coarse(torch.optim.SGD):
     """Moves each weight to the next number there is."""
 
