@@ -56,6 +56,9 @@ class StepControl(TrainerCallback):
         if self.size is not None and self._trainer.is_deepspeed_enabled:
             deepspeed_weights.check(optimizer)
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.kl.begin()
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self._trainer.is_deepspeed_enabled:
             return  # it has had its step

@@ -114,6 +114,10 @@ class StepKL:
         self._before: list[torch.Tensor] = []
         self._whole = False
 
+    def begin(self) -> None:
+        """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
+        self._seen = 0
+
     def note(self, batch: trl_seam.Batch) -> None:
         """Take those sequences out of a microbatch of the step that the step is measured by."""
         size, trainer = len(batch.completion_mask), self._trainer

@@ -147,6 +147,38 @@ def test_the_measured_divergence_is_that_of_the_step(of_tokens, float64_througho
             assert line["step/kl_stderr"] == pytest.approx(exact.stderr, rel=1e-6)
 
 
+class StopsEpoch(TrainerCallback):
+    """Ends the first epoch inside an accumulation."""
+
+    has_stopped = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop, self.has_stopped = not self.has_stopped, True
+
+
+def test_what_an_epoch_has_broken_off_is_measured_with_the_step_that_it_goes_into(float64_throughout, tmp_path):
+    weights = Weights()
+    trainer = training.build(
+        tmp_path,
+        tiny.model("qwen3", dtype=torch.float64),
+        Recorded,
+        options={"callbacks": [weights, StopsEpoch()]},
+        log_step_kl=True,
+        step_kl_share=1.0,
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        data=tiny.prompts(2),
+        model_init_kwargs=None,
+    )
+    trainer.train()
+    (line,) = [line for line in trainer.state.log_history if "step/kl" in line]
+    assert len(trainer.batches) == 3
+    model = tiny.model("qwen3", dtype=torch.float64).eval()
+    rows = [exact_divergence(model, batch, weights.before[0], weights.after[0], 1.0) for batch in trainer.batches]
+    assert line["step/kl"] == pytest.approx(measurement(sums(torch.cat(rows)).tolist()).kl, rel=1e-6)
+
+
 def test_measuring_leaves_a_run_as_it_is(tmp_path):
     runs = []
     for setting in ({}, {"log_step_kl": True}):
