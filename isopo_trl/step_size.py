@@ -146,10 +146,17 @@ def shortened(
     measured of that.
     """
     share, latest = 1.0, whole
+    below, above = 0.0, 1.0  # shares that are known to be on either side of the target
+    short = 0.0  # the last that is known to be short enough
     for _ in range(SHORTENINGS):
         share *= math.sqrt(target / latest.kl) if 0 < latest.kl < math.inf else CAUTION
-        share = min(share, 1.0)
+        if not below < share < above:  # not quadratic: weights, or choices of experts, change one after the other
+            share = math.sqrt(below * above)
         latest = measured_at(share)
         if latest.kl == 0 or abs(latest.kl / target - 1) <= CLOSE:  # nothing is left, for rounding, or just enough
             break
+        below, above = (share, above) if latest.kl < target else (below, share)
+        short = short if is_too_long(latest, target) else share
+    if short and is_too_long(latest, target):
+        share, latest = short, measured_at(short)
     return (0.0 if is_too_long(latest, target) else share), share, latest
