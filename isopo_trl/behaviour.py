@@ -60,12 +60,12 @@ class BehaviourBound:
     def forget(self) -> None:
         """Begin a new step."""
         self._sums: torch.Tensor | None = None
-        self._fresh = True
+        self._fresh: set[bool] = set()
 
     def add(self, sums: torch.Tensor, fresh: bool) -> None:
         """Add [`drift_sums`] of a microbatch; `fresh`: whether no step came between its generation and now."""
         self._sums = sums if self._sums is None else self._sums + sums
-        self._fresh = self._fresh and fresh
+        self._fresh.add(fresh)
 
     def close(self, step: float) -> dict[str, float]:
         """
@@ -77,10 +77,10 @@ class BehaviourBound:
         if sums is None:
             sums = torch.zeros(2, dtype=torch.float64, device=trainer.accelerator.device)
         total, tokens = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        if self._fresh and self._sums is not None:
+        if True in self._fresh:  # of a generation inside the step, which is the one that the next will use
             self.path = 0.0
-            if tokens:  # else no pass was made, and what was known of the sampler stays
-                self.floor = total / tokens
+        if self._fresh == {True} and tokens:  # else no pass was made, and what was known of the sampler stays
+            self.floor = total / tokens
         drift = max(0.0, total / tokens - self.floor) if tokens else self.path**2
         self.path += math.sqrt(max(step, 0.0))
         self.forget()

@@ -51,7 +51,9 @@ def can_be_undone(optimizer: Any) -> bool:
 
 class KeptWeights:
     """
-    A copy of the trained weights, of this rank's shards where they are sharded.
+    A copy of the trained weights, of this rank's shards where they are sharded. Where a step of weights narrower than
+    float32 is moved along, there is another of them after it: a share of what was rounded would be rounded again, and
+    stay where it is.
 
     Args:
         parameters (`list[torch.Tensor]`): what the optimizer moves.
@@ -63,6 +65,7 @@ class KeptWeights:
     def __init__(self, parameters: list[torch.Tensor], offload: bool = False):
         self._weights = [local(p) for p in parameters]
         self._share = 1.0  # of the step that the weights have
+        self._after: dict[int, torch.Tensor] = {}
         on_host = [offload and weight.device.type != "cpu" for weight in self._weights]
         self._copies = [
             torch.empty_like(weight, device="cpu", pin_memory=True) if host else torch.empty_like(weight)
@@ -75,19 +78,23 @@ class KeptWeights:
         for weight, copy in zip(self._weights, self._copies, strict=True):
             copy.copy_(weight)
         self._share = 1.0
+        self._after.clear()
 
     @torch.no_grad()
     def move(self, share: float) -> None:
         """Put the weights where they would be with a share of the step, from 0 (as they were) to 1; 0 is for good."""
-        ratio = share / self._share if share else 0.0
-        for weight, copy in zip(self._weights, self._copies, strict=True):
+        for place, (weight, copy) in enumerate(zip(self._weights, self._copies, strict=True)):
             before = copy.to(weight.device)
             if not share:  # whatever the step has made of the weight
                 weight.copy_(before)
                 continue
             wide = torch.promote_types(weight.dtype, torch.float32)
-            step = weight.to(wide) - before.to(wide)
-            weight.copy_(before.to(wide) + ratio * step)
+            after, ratio = weight, share / self._share
+            if weight.dtype != wide:
+                if place not in self._after:
+                    self._after[place] = torch.empty_like(copy).copy_(weight)
+                after, ratio = self._after[place].to(weight.device), share
+            weight.copy_(before.to(wide) + ratio * (after.to(wide) - before.to(wide)))
         self._share = share
 
     @property

@@ -56,6 +56,9 @@ class StepControl(TrainerCallback):
         if self.size is not None and self._trainer.is_deepspeed_enabled:
             deepspeed_weights.check(optimizer)
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.kl.begin()
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self._trainer.is_deepspeed_enabled:
             return  # it has had its step
@@ -104,19 +107,17 @@ class StepControl(TrainerCallback):
             optimizers.check_state(self._optimizer())
             self._checked = True
         target = size.target * self._schedule
-        measurement, kept = self.kl.measure(), 1.0
-        if measurement.kl == 0:
-            if self._has_gradient():
-                size.too_small()
-        elif is_too_long(measurement, target):
+        measurement, kept, tried = self.kl.measure(), 1.0, 1.0
+        if is_too_long(measurement, target):
             kept, tried, measurement = shortened(target, measurement, self._measured_at)
-            if kept:
-                size.measured(measurement, kept, self._schedule)
+        if not kept:
+            self._take_back(self._kept)
+            size.taken_back(tried)
+        elif measurement.is_known and self._has_gradient():  # what momentum does alone, for a while, says nothing
+            if measurement.kl == 0:
+                size.too_small(kept)
             else:
-                self._take_back(self._kept)
-                size.taken_back(tried)
-        else:
-            size.measured(measurement, 1.0, self._schedule)
+                size.measured(measurement, kept, self._schedule)
         figures = {"kept": kept, "learning_rate": kept * self._applied}
         self._log(measurement if kept else Measurement(0.0, 0.0), figures)
         if size.lost >= PATIENCE:
@@ -143,7 +144,8 @@ class StepControl(TrainerCallback):
         return self.kl.measure()
 
     def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
-        self._log_figures({"kl": measurement.kl, "kl_stderr": measurement.stderr, **(figures or {})})
+        known = {"kl": measurement.kl, "kl_stderr": measurement.stderr} if measurement.is_known else {}
+        self._log_figures({**known, **(figures or {})})
 
     def _log_figures(self, figures: dict[str, float]) -> None:
         trl_seam.log(self._trainer, "train", {f"step/{name}": value for name, value in figures.items()})

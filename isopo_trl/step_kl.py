@@ -79,10 +79,13 @@ def sums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def measurement(totals: list[float]) -> Measurement:
-    """The measurement that [`sums`] over all sequences make. One sequence alone has an error as large as its value."""
+    """
+    The measurement that [`sums`] over all sequences make. One sequence alone has an error as large as its value; none
+    say nothing, with an error that is infinite.
+    """
     kl, tokens, kl_square, tokens_square, product, count = totals
     if tokens == 0:
-        return Measurement(0.0, 0.0)
+        return Measurement(0.0, math.inf)
     mean = kl / tokens
     if count < 2:
         return Measurement(mean, mean)
@@ -111,6 +114,10 @@ class StepKL:
         self._before: list[torch.Tensor] = []
         self._whole = False
 
+    def begin(self) -> None:
+        """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
+        self._seen = 0
+
     def note(self, batch: trl_seam.Batch) -> None:
         """Take those sequences out of a microbatch of the step that the step is measured by."""
         size, trainer = len(batch.completion_mask), self._trainer
@@ -120,7 +127,9 @@ class StepKL:
         rows = [place - self._seen for place in places if 0 <= place - self._seen < size]
         self._seen += size
         if rows:
-            self._batches.append(batch.rows(rows))
+            # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
+            full = batch.scored.any(dim=1).nonzero().flatten().tolist() or list(range(size))
+            self._batches.append(batch.rows(sorted({full[row * len(full) // size] for row in rows})))
 
     def score(self) -> None:
         """Before the step."""

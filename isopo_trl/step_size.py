@@ -41,11 +41,16 @@ class Measurement:
 
     Args:
         kl (`float`): in nats per token.
-        stderr (`float`): its standard error.
+        stderr (`float`): its standard error; infinite where there was nothing to measure it by.
     """
 
     kl: float
     stderr: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self.kl != 0 or self.stderr != math.inf
 
     @property
     def relative_error(self) -> float:
@@ -102,9 +107,9 @@ class StepSize:
             self.rate = max(self.rate, min(math.exp(wanted), self.held))
         self.lost, self.held = 0, math.exp(made)
 
-    def too_small(self) -> None:
-        """A gradient did not move the policy by anything that could be measured."""
-        self.rate *= LARGEST_CHANGE
+    def too_small(self, kept: float = 1.0) -> None:
+        """A gradient, or the share `kept` of its step, did not move the policy by anything that could be measured."""
+        self.rate *= kept * LARGEST_CHANGE
         self.lost = 0
 
     def taken_back(self, kept: float) -> None:
@@ -141,10 +146,17 @@ def shortened(
     measured of that.
     """
     share, latest = 1.0, whole
+    below, above = 0.0, 1.0  # shares that are known to be on either side of the target
+    short = 0.0  # the last that is known to be short enough
     for _ in range(SHORTENINGS):
         share *= math.sqrt(target / latest.kl) if 0 < latest.kl < math.inf else CAUTION
-        share = min(share, 1.0)
+        if not below < share < above:  # not quadratic: weights, or choices of experts, change one after the other
+            share = math.sqrt(below * above)
         latest = measured_at(share)
-        if abs(latest.kl / target - 1) <= CLOSE:
+        if latest.kl == 0 or abs(latest.kl / target - 1) <= CLOSE:  # nothing is left, for rounding, or just enough
             break
+        below, above = (share, above) if latest.kl < target else (below, share)
+        short = short if is_too_long(latest, target) else share
+    if short and is_too_long(latest, target):
+        share, latest = short, measured_at(short)
     return (0.0 if is_too_long(latest, target) else share), share, latest

@@ -103,13 +103,14 @@ def test_what_a_sampler_is_off_by_is_not_taken_for_drift(tmp_path):
     assert lines[1]["step/behaviour_kl"] < 0.5 * trainer.step_control.behaviour.floor
 
 
+def silent_rollout(prompts, trainer):
+    ids = trainer.processing_class(prompts)["input_ids"]
+    return {"prompt_ids": ids, "completion_ids": [[20 + n, 30, 40 + n] for n in range(len(ids))], "logprobs": None}
+
+
 @pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 def test_where_the_sampler_tells_nothing_steps_are_taken_to_go_in_one_direction(tmp_path):
-    def rollout(prompts, trainer):
-        ids = trainer.processing_class(prompts)["input_ids"]
-        return {"prompt_ids": ids, "completion_ids": [[20 + n, 30, 40 + n] for n in range(len(ids))], "logprobs": None}
-
-    options = {"rollout_func": rollout}
+    options = {"rollout_func": silent_rollout}
     trainer = training.build(tmp_path, "qwen3", behaviour_kl=1e9, options=options, **{**SETTINGS, "max_steps": 3})
     passes = []
     trainer.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
@@ -119,6 +120,18 @@ def test_where_the_sampler_tells_nothing_steps_are_taken_to_go_in_one_direction(
     for line in lines:
         assert line["step/behaviour_kl"] == pytest.approx(path**2)
         path += math.sqrt(line["step/kl"])
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+def test_steps_before_a_generation_are_no_drift_from_it_though_it_began_inside_of_one(tmp_path):
+    """Three microbatches per generation, two per step: the second step ends with what the third goes on with."""
+    settings = {**SETTINGS, "num_iterations": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 3}
+    options = {"rollout_func": silent_rollout}
+    trainer = training.build(tmp_path, "qwen3", Counted, behaviour_kl=1e9, options=options, **settings)
+    lines = steps(trainer)
+    assert trainer.generated_at == [0, 1, 3, 4]
+    drifts = [line["step/behaviour_kl"] for line in lines]
+    assert drifts == pytest.approx([0, 0, lines[1]["step/kl"], 0, 0, lines[4]["step/kl"]])
 
 
 def test_a_run_that_stopped_early_resumes_with_the_same_numbers(tmp_path, caplog):

@@ -93,6 +93,16 @@ def test_a_share_is_rounded_once_in_the_type_of_the_weights(dtype, tmp_path):
         torch.testing.assert_close(weight.detach().double(), exact, rtol=torch.finfo(dtype).eps, atol=0)
 
 
+def test_weights_in_bf16_do_not_stay_where_they_were_rounded_to(tmp_path):
+    weights, kept, before, after = stepped("adamw_torch", torch.bfloat16, tmp_path)
+    rounding = {"rtol": torch.finfo(torch.bfloat16).eps / 2, "atol": 8 * torch.finfo(torch.float32).eps}
+    for share in (0.01, *(0.9**number for number in range(20))):  # out again, and little by little
+        kept.move(share)
+        for weight, start, end in zip(weights, before, after, strict=True):
+            exact = start.double() + share * (end.double() - start.double())
+            torch.testing.assert_close(weight.detach().double(), exact, **rounding)
+
+
 def adamw(dtype, **settings):
     """Stepped three times: two groups, one of them without decay, and a weight without a gradient."""
     generator = torch.Generator().manual_seed(0)

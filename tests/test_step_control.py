@@ -12,7 +12,9 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
 from isopo_trl.optimizers import REFUSED, UNMEASURED
 from isopo_trl.step_control import PATIENCE
-from tests import tiny, training
+from isopo_trl.step_kl import drawn
+from tests import oracle, tiny, training
+from tests.test_skipping import trained as by_hand
 
 
 TARGET = 1e-3
@@ -236,6 +238,69 @@ def test_a_gradient_of_zero_says_nothing_and_one_that_is_lost_in_rounding_raises
     small = training.build(tmp_path, "qwen3", **{**settings, "learning_rate": 1e-20})
     small.train()
     assert small.step_control.size.rate == step_size.LARGEST_CHANGE**2
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_momentum_does_without_a_gradient_does_not_change_the_rate(skip, tmp_path):
+    """Else it would go on at full length for as long as no completion is better than another."""
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(len(completions))
+        return tiny.reward(completions) if len(calls) <= 2 else [1.0] * len(completions)
+
+    settings = {**SETTINGS, "learning_rate": 1e-3, "max_steps": 6, "skip_zero_advantage": skip}
+    trainer = training.build(tmp_path, "qwen3", reward=reward, **settings)
+    lines = steps(trainer)
+    assert [line["grad_norm"] > 0 for line in lines] == [True] * 2 + [False] * 4
+    assert all(line["step/kl"] > 0 for line in lines)  # of the moments
+    rates = [line["step/learning_rate"] / line["step/kept"] for line in lines]
+    assert rates[1] != rates[0] and rates[3:] == pytest.approx([rates[2]] * 3)
+    assert trainer.step_control.size.rate == pytest.approx(rates[2] / 1e-3)
+
+
+class Coarse(torch.optim.SGD):
+    """Moves each weight to the next number there is."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.copy_(torch.nextafter(p, torch.full_like(p, math.inf)))
+
+
+def test_a_step_of_which_rounding_leaves_nothing_or_too_much_is_made_as_nothing(tmp_path):
+    model = tiny.model("qwen3")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    options = {"optimizers": (Coarse(model.parameters(), lr=1.0), None)}
+    trainer = training.build(tmp_path, model, options=options, **{**SETTINGS, "target_kl": 1e-30})
+    lines = steps(trainer)
+    assert all(line["step/kl"] == 0 and 0 < line["step/kept"] < 1 for line in lines)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    kept = math.prod(line["step/kept"] for line in lines)
+    assert trainer.step_control.size.rate == pytest.approx(kept * step_size.LARGEST_CHANGE**2)
+
+
+def test_a_step_that_no_token_tells_anything_of_leaves_the_rate(tmp_path):
+    """Microbatches of one sequence, of which the one that is drawn may have been cut off, and masked."""
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 8}
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    trainer = by_hand(
+        tmp_path,
+        [oracle.random_batch([3, 2, 4], [0, 5, 0], 100, seed, advantages).for_trl() for seed in range(8)],
+        tiny.model("qwen3"),
+        **{**SETTINGS, **settings, "step_kl_share": 0.1},
+    )
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    told = []
+    for step in range(8):
+        (place,) = drawn(3, 0.1, step, trainer.args.seed)
+        told.append(bool(trainer.microbatches[3 * step + place]["completion_mask"].any()))
+    assert set(told) == {False, True}
+    assert [line.get("step/kl", 0) > 0 for line in lines] == told == ["step/kl" in line for line in lines]
+    for known, line, following in zip(told, lines, lines[1:], strict=False):
+        rates = [each["step/learning_rate"] / each["step/kept"] for each in (line, following)]
+        assert known or rates[0] == pytest.approx(rates[1])
 
 
 def run(tmp_path, **settings):

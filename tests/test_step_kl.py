@@ -52,7 +52,9 @@ def test_the_error_is_that_of_a_ratio_of_sums_over_sequences_on_all_ranks():
     assert found.stderr == pytest.approx((spread.sqrt() / tokens.sum()).item())
     one = measurement(sums(rows[:1]).tolist())
     assert one.stderr == one.kl
-    assert measurement(sums(empty).tolist()).kl == 0
+    nothing = measurement(sums(empty).tolist())
+    assert nothing.kl == 0 and not nothing.is_known and one.is_known
+    assert measurement(sums(torch.tensor([[0.0, 5.0]])).tolist()).is_known  # a step of 0
 
 
 def test_sequences_are_drawn_evenly_and_from_a_stream_of_their_own():
@@ -145,6 +147,38 @@ def test_the_measured_divergence_is_that_of_the_step(of_tokens, float64_througho
             assert line["step/kl_stderr"] == pytest.approx(exact.stderr, rel=1e-6)
 
 
+class StopsEpoch(TrainerCallback):
+    """Ends the first epoch inside an accumulation."""
+
+    has_stopped = False
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop, self.has_stopped = not self.has_stopped, True
+
+
+def test_what_an_epoch_has_broken_off_is_measured_with_the_step_that_it_goes_into(float64_throughout, tmp_path):
+    weights = Weights()
+    trainer = training.build(
+        tmp_path,
+        tiny.model("qwen3", dtype=torch.float64),
+        Recorded,
+        options={"callbacks": [weights, StopsEpoch()]},
+        log_step_kl=True,
+        step_kl_share=1.0,
+        max_steps=-1,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        data=tiny.prompts(2),
+        model_init_kwargs=None,
+    )
+    trainer.train()
+    (line,) = [line for line in trainer.state.log_history if "step/kl" in line]
+    assert len(trainer.batches) == 3
+    model = tiny.model("qwen3", dtype=torch.float64).eval()
+    rows = [exact_divergence(model, batch, weights.before[0], weights.after[0], 1.0) for batch in trainer.batches]
+    assert line["step/kl"] == pytest.approx(measurement(sums(torch.cat(rows)).tolist()).kl, rel=1e-6)
+
+
 def test_measuring_leaves_a_run_as_it_is(tmp_path):
     runs = []
     for setting in ({}, {"log_step_kl": True}):
@@ -197,12 +231,27 @@ def test_sequences_are_taken_out_of_all_microbatches_of_a_step(tmp_path):
     assert torch.equal(taken, torch.cat([batch["completion_ids"] for batch in batches])[places])
 
 
+def test_completions_without_a_token_are_not_drawn_where_there_are_others(tmp_path):
+    def taken(lengths, share):
+        settings = {"log_step_kl": True, "step_kl_share": share}
+        trainer = training.prepared(training.build(tmp_path, "qwen3", **settings))
+        batch = trl_seam.Batch(oracle.random_batch([3] * 6, lengths, 50).for_trl())
+        trainer.step_control.kl.note(batch)
+        (found,) = trainer.step_control.kl._batches
+        return found.scored.sum(dim=1).tolist()
+
+    for share in (1 / 6, 0.5):
+        assert all(taken([0, 1, 0, 0, 2, 3], share))
+    assert taken([0, 1, 0, 0, 2, 3], 1.0) == [1, 2, 3]  # each of them once
+    assert taken([0] * 6, 1 / 6) == [0]  # as many passes as on other ranks
+
+
 def test_empty_completions_are_measured_as_nothing(tmp_path):
     trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
     batch = trl_seam.Batch(oracle.random_batch([3, 2], [0, 0], 50).for_trl())
     trainer.step_control.kl._batches = [batch.rows([0, 1])]
     trainer.step_control.kl.score()
-    assert trainer.step_control.kl.measure().kl == 0
+    assert not trainer.step_control.kl.measure().is_known
 
 
 def test_dropout_and_bf16_play_no_part_in_the_measurement(tmp_path):

@@ -87,6 +87,33 @@ def test_a_step_that_is_too_long_is_shortened_to_the_target(curve):
     assert latest.kl == curve(kept) == pytest.approx(target, rel=step_size.CLOSE)
 
 
+def test_a_share_that_was_short_enough_is_kept_where_no_other_comes_near_the_target():
+    """As where weights in bf16, or choices of experts, change at once: nothing is between too short and too long."""
+    shares = []
+
+    def measured_at(share):
+        shares.append(share)
+        return Measurement(1e-5 if share <= 0.04 else 1e-2, 0.0)
+
+    kept, tried, latest = shortened(1e-3, Measurement(1e-2, 0.0), measured_at)
+    assert kept == tried == shares[-1] and latest.kl == 1e-5
+    assert kept in shares[:-1] and len(shares) == step_size.SHORTENINGS + 1
+    assert sorted(shares[:3], reverse=True) == shares[:3] and max(shares[3:]) < shares[1]  # known to be too long
+
+
+def test_a_share_that_is_lost_in_rounding_is_kept_and_the_next_step_is_longer_than_that():
+    shares = []
+    kept, tried, latest = shortened(
+        1e-8,
+        Measurement(1e-4, 0.0),
+        lambda share: shares.append(share) or Measurement(1e-4 if share > 0.1 else 0.0, 0.0),
+    )
+    assert [kept] == [tried] == shares == [pytest.approx(1e-2)] and latest.kl == 0
+    size = StepSize(target=1e-8)
+    size.too_small(kept)
+    assert size.rate == kept * LARGEST_CHANGE
+
+
 def test_what_stays_too_long_is_given_up_after_a_stated_number_of_measurements():
     shares = []
     kept, tried, _ = shortened(
