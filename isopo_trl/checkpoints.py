@@ -1,15 +1,19 @@
-"""Checkpoints: which one a run resumes from, and whether all of it is there and can be read."""
+"""Checkpoints: which one a run resumes from, whether all of it is there and can be read, and how its weights are."""
 
+import functools
 import io
 import json
 import os
 import re
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -111,6 +115,40 @@ def missing(folder: Path) -> list[str]:
     # FSDP writes a folder or a .bin in place of the optimizer's file, and every rank a random state of its own
     parts = {OPTIMIZER_NAME: "optimizer", SCHEDULER_NAME: SCHEDULER_NAME, "rng_state.pth": "rng_state"}
     return [file for file, part in parts.items() if not any(part in name for name in names)]
+
+
+def lost(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """
+    Those of the names that a checkpoint does not have whose weights it should have, and has under no other name, as
+    tied ones.
+    """
+    weights = model.state_dict(keep_vars=True)
+    there = {id(weight) for name, weight in weights.items() if name not in names}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return [name for name in names if name in weights and id(weights[name]) not in there and name not in ignored]
+
+
+def load_converted(model: nn.Module, folder: str | os.PathLike, names: Sequence[str]) -> None:
+    """
+    Load weights that are saved in another form than the model has them in: transformers writes experts one by one, and
+    some models under other names, and only its `from_pretrained` reads them so. Raises `ValueError` where those of the
+    given names are missing for another reason.
+    """
+    if isinstance(model, PreTrainedModel):
+        widths = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        loaded: Any = type(model).from_pretrained(
+            folder, dtype=functools.reduce(torch.promote_types, widths), output_loading_info=True
+        )
+        saved, outcome = loaded
+        names = sorted(outcome["missing_keys"])
+        if not names:
+            model.load_state_dict(saved.state_dict())
+            return
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    raise ValueError(
+        f"The checkpoint {folder} has no weights for {listed}, which would stay as they are at the start of a run: "
+        "resume with the model, and the version of transformers, that saved it."
+    )
 
 
 def _complete(folder: Path) -> bool:

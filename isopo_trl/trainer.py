@@ -512,6 +512,22 @@ class ISOPOTrainer(GRPOTrainer):
             torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
         super()._save_checkpoint(model, trial)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        self._loaded_from = resume_from_checkpoint
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        self._loaded_from = self.state.best_model_checkpoint
+        super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result):
+        """Where weights are missing, a warning is all that transformers has for it, and they begin anew."""
+        lost = checkpoints.lost(self.model, load_result.missing_keys)
+        if lost:
+            checkpoints.load_converted(self.model, self._loaded_from, lost)
+        else:
+            super()._issue_warnings_after_load(load_result)
+
     def _chosen(self) -> dict[str, Any]:
         """What is done with tokens, by which a checkpoint knows it again: their weights, the loss, and its terms."""
         chosen = {**ratio_loss.of_loss(self.args), **self.terms.chosen(), **self.weighting.chosen()}

@@ -6,9 +6,10 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from isopo_trl import checkpoints
-from tests import training
+from tests import tiny, training, vision_families
 from tests.test_config import sentences
 
 
@@ -339,3 +340,77 @@ def test_what_is_saved_is_said_by_the_configuration_alone(saved):
     assert state["weighting"] == {"token_weights": "none", **nothing, **loss, **coefficients, **switches}
     assert state["save_only_model"] is False
     assert (state["regularization_decay"], state["fisher_samples"]) == (0.9, 64)
+
+
+# Weights that change form
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])  # experts one by one; a router under another name, too
+def test_a_mixture_resumes_with_the_experts_that_were_saved(family, tmp_path):
+    whole = training.build(tmp_path, tiny.model(family), **SETTINGS, max_steps=2)
+    whole.train()
+    resumed = training.build(tmp_path, tiny.model(family), **SETTINGS, max_steps=2)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
+    expected = dict(whole.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters())
+
+
+def test_the_best_model_has_the_experts_that_were_saved(tmp_path):
+    trained = training.build(tmp_path, tiny.model("mixtral"), **SETTINGS, max_steps=1)
+    trained.train()
+    trainer = training.build(tmp_path, tiny.model("mixtral"), **SETTINGS, max_steps=1)
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    trainer._load_best_model()
+    expected = dict(trained.model.named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_models_whose_weights_are_saved_under_other_names_are_read_back(family, tmp_path):
+    model = vision_families.build(family).float()
+    model.save_pretrained(tmp_path)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoints.load_converted(model, tmp_path, list(expected))
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
+def test_weights_of_several_widths_are_loaded_without_rounding(tmp_path):
+    model = tiny.model("mixtral", dtype=torch.bfloat16)
+    model.model.norm.to(torch.float32)
+    model.save_pretrained(tmp_path)
+    other = tiny.model("mixtral", seed=1, dtype=torch.bfloat16)
+    other.model.norm.to(torch.float32)
+    checkpoints.load_converted(other, tmp_path, ["model.layers.0.mlp.gate.weight"])
+    expected = dict(model.named_parameters())
+    for name, p in other.named_parameters():
+        assert p.dtype == expected[name].dtype and torch.equal(p, expected[name])
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_checkpoint_without_some_of_the_weights_is_refused(family, tmp_path):
+    training.build(tmp_path, tiny.model(family), **SETTINGS, max_steps=1).train()
+    file = tmp_path / "checkpoint-1" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    trainer = training.build(tmp_path, tiny.model(family), **SETTINGS, max_steps=2)
+    with pytest.raises(ValueError, match="checkpoint-1 has no weights for .*model.norm.weight") as error:
+        trainer.train(resume_from_checkpoint=True)
+    assert sentences(str(error.value)) == 1
+
+
+def test_tied_weights_are_not_lost(tmp_path):
+    model = tiny.model("llama", tie=True)
+    assert checkpoints.lost(model, ["lm_head.weight"]) == []
+    assert checkpoints.lost(model, ["lm_head.weight", "model.embed_tokens.weight"])
+    assert checkpoints.lost(model, ["model.norm.weight", "no weight"]) == ["model.norm.weight"]
+    model._keys_to_ignore_on_save = ["model.norm.weight"]
+    assert checkpoints.lost(model, ["model.norm.weight"]) == []
+
+
+def test_weights_that_a_model_of_ones_own_has_lost_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no weights for a, b, c and 1 more,"):
+        checkpoints.load_converted(torch.nn.Linear(1, 1), tmp_path, ["a", "b", "c", "d"])
