@@ -359,8 +359,24 @@ _IMAGES = (
 )
 _TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 require("trl.GRPOTrainer._compute_loss", mentions=(*_IMAGES, *_TEXT))
-_images_by_sequence = require("trl.trainer.grpo_trainer.split_pixel_values_by_grid", "batch")
+_split_images = require("trl.trainer.grpo_trainer.split_pixel_values_by_grid", "batch")
 _images_together = require("trl.trainer.grpo_trainer.unsplit_pixel_values_by_grid", "batch")
+
+
+# Where TRL reads how many rows of pixels belong to an image, or that there is one for each
+_LAYOUT = ("image_grid_thw", "image_position_ids", "spatial_shapes", "num_tiles", "image_sizes")
+
+
+def _images_by_sequence(batch: dict[str, Any]) -> dict[str, Any]:
+    """
+    A batch in which images are split by sequence. Those that are padded to a row per sequence (Idefics, SmolVLM) are so
+    already: TRL tells them by the number of rows, which may by chance be that of all images.
+    """
+    pixels, counts = batch.get("pixel_values"), batch.get("num_images")
+    by_row = (
+        isinstance(pixels, torch.Tensor) and pixels.ndim == 5 and counts is not None and len(pixels) == len(counts)
+    )
+    return batch if by_row and all(batch.get(name) is None for name in _LAYOUT) else _split_images(batch)
 
 
 def _has_images(batch: Batch) -> bool:

@@ -422,6 +422,16 @@ def test_images_that_are_padded_to_a_row_per_sequence_stay_with_it():
         assert torch.equal(part["pixel_values"], pixels[[0, 2, 3]]) and part["num_images"] == [1, 1, 2]
 
 
+@pytest.mark.parametrize("counts", [[2, 0], [1, 1], [2, 2]], ids=str)
+def test_padded_images_of_a_microbatch_stay_with_their_sequence_whatever_their_number(counts):
+    pixels, ids = torch.arange(4.0).view(2, 2, 1, 1, 1), torch.arange(2).unsqueeze(1)
+    text = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), ids)
+    batch = trl_seam.Batch({**text, "pixel_values": pixels, "num_images": counts})
+    for row in (0, 1):
+        for part in (batch.rows([row]), trl_seam.rows_of(trl_seam.joined([batch]), [row])):
+            assert torch.equal(part["pixel_values"], pixels[[row]]) and part["num_images"] == [counts[row]]
+
+
 def same_for_some(prompts, completions, **_):
     """The same reward for every completion of a prompt of even length."""
     own = tiny.reward(completions)
