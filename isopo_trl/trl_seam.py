@@ -361,22 +361,18 @@ _TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 require("trl.GRPOTrainer._compute_loss", mentions=(*_IMAGES, *_TEXT))
 _split_images = require("trl.trainer.grpo_trainer.split_pixel_values_by_grid", "batch")
 _images_together = require("trl.trainer.grpo_trainer.unsplit_pixel_values_by_grid", "batch")
-
-
 # Where TRL reads how many rows of pixels belong to an image, or that there is one for each
 _LAYOUT = ("image_grid_thw", "image_position_ids", "spatial_shapes", "num_tiles", "image_sizes")
 
 
 def _images_by_sequence(batch: dict[str, Any]) -> dict[str, Any]:
     """
-    A batch in which images are split by sequence. Those that are padded to a row per sequence (Idefics, SmolVLM) are so
-    already: TRL tells them by the number of rows, which may by chance be that of all images.
+    A batch in which images are split by sequence. Those that are padded to a row per sequence (Idefics, SmolVLM) are
+    that already: TRL tells them by the number of rows, which may by chance be that of all images.
     """
-    pixels, counts = batch.get("pixel_values"), batch.get("num_images")
-    by_row = (
-        isinstance(pixels, torch.Tensor) and pixels.ndim == 5 and counts is not None and len(pixels) == len(counts)
-    )
-    return batch if by_row and all(batch.get(name) is None for name in _LAYOUT) else _split_images(batch)
+    pixels, counts = batch.get("pixel_values"), batch.get("num_images") or ()
+    in_rows = isinstance(pixels, torch.Tensor) and pixels.ndim == 5 and len(pixels) == len(counts)
+    return batch if in_rows and all(batch.get(name) is None for name in _LAYOUT) else _split_images(batch)
 
 
 def _has_images(batch: Batch) -> bool:
@@ -723,6 +719,8 @@ def _one_after_the_other(values: list[Any]) -> Any:
 require("trl.GRPOTrainer._prepare_inputs", mentions=("_buffered_inputs", "_step", "steps_per_generation"))
 require("trl.GRPOTrainer.training_step", mentions=("_step",))
 require("trl.GRPOTrainer._get_train_sampler", "dataset")
+require("trl.GRPOTrainer._load_from_checkpoint", mentions=("_issue_warnings_after_load",))
+require("trl.GRPOTrainer._load_best_model", mentions=("_issue_warnings_after_load",))
 
 
 def progress(trainer: Any) -> int:
