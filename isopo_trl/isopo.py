@@ -379,7 +379,8 @@ class ISOPO:
         self._parameters_are_planned = False
         figures = self._running.step(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
         if self._kept is not None:
-            self._kept.close(keep=figures["broken_sequences"] == 0)
+            # Rows of a step in which nothing counts, such as a pass that only DeepSpeed needs, would all be zero
+            self._kept.close(keep=figures["broken_sequences"] == 0 and self._running.sequences > 0)
             self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
             self._sequences = 0
         self._report_outlier(self._running.proportions, number)

@@ -157,13 +157,14 @@ def test_without_rows_that_fit_the_first_step_goes_by_the_microbatch_and_that_is
     assert "no rows of the last step" in said[1] and "by the microbatch" in said[1]
     step = Step(isopo._kept.closed_steps)
     step.run(model, isopo)
-    own = [oracle.coefficients(V[None], G, A[None], "fisher", **FORMULA) @ V[None] for V, G, A in one_by_one(step)]
-    check(model, sum(own).view(2, D))
+    check(model, by_microbatch(step))
 
 
-def one_by_one(step):
-    """Each sequence, and those of its positions that are its own six best: all four."""
-    return zip(step.G.sum(1), step.G, step.advantages, strict=True)
+def by_microbatch(step):
+    """Where each sequence is measured with those of its positions that are its own six best: all four."""
+    each = zip(step.G.sum(1), step.G, step.advantages, strict=True)
+    own = [oracle.coefficients(V[None], G, A[None], "fisher", **FORMULA) @ V[None] for V, G, A in each]
+    return sum(own).view(2, D)
 
 
 @pytest.mark.parametrize("rows", [[], {}, {"closed_steps": 1}, {"rows": [1]}, {"sets": {}}])
@@ -211,6 +212,23 @@ def test_a_step_that_is_not_finite_leaves_no_rows():
     broken.run(model, isopo)
     third.run(model, isopo)
     check(model, third.expected(first.rows(6)))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_step_in_which_no_sequence_counts_leaves_the_rows_of_the_step_before(at):
+    """As DeepSpeed has it, for which a step without any advantage makes a pass."""
+    model, isopo = attached()
+    rows = None
+    for step in map(Step, range(4)):
+        if step.number == at:
+            nobody = torch.zeros(B, dtype=torch.float64)
+            with isopo.microbatch(nobody, attention_mask=0 * step.mask, signs=nobody):
+                model(step.x).backward(0 * step.g)
+            isopo.step()
+            continue
+        step.run(model, isopo)
+        check(model, by_microbatch(step) if rows is None else step.expected(rows))
+        rows = step.rows(6)
 
 
 def test_a_microbatch_that_was_broken_off_leaves_no_rows():

@@ -75,6 +75,10 @@ class Diagnostics:
         self.sums = self.sums + torch.cat(parts)
         self._only_of_loss = self._only_of_loss and not ledger.beside_terms
 
+    def sequences_of(self, sums: torch.Tensor) -> torch.Tensor:
+        """How many sequences counted; `sums` as in [`figures`]."""
+        return sums[len(self._parts) + _STEP.index("sequences")]
+
     def figures(self, sums: torch.Tensor, grad_norm: torch.Tensor | None, ranks: int) -> dict[str, torch.Tensor]:
         """
         The step's figures; NaN where one is not defined.

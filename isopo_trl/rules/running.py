@@ -44,6 +44,7 @@ class RunningStatistics:
             this step's means then take its place.
         proportions (`list[float]`): of the step that was closed last, each layer's largest multiplier in units of the
             layer's mean one; 0 for a rule in which sequences look at each other.
+        sequences (`float`): of the step that was closed last, how many sequences counted, on all ranks.
     """
 
     def __init__(self, layers: int, decay: float, rule: Rule, device: torch.device, parts: list[str] | None = None):
@@ -53,6 +54,7 @@ class RunningStatistics:
         self.known = [False] * layers
         self._on_device: tuple[list[bool], torch.Tensor] | None = None  # what was known, and the same as numbers
         self.proportions = [0.0] * layers
+        self.sequences = 0.0
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
         self.by_rows = [False] * layers
         self._of_rows = [False] * layers
@@ -150,8 +152,9 @@ class RunningStatistics:
         optional = diagnostics.figures(others, grad_norm, ranks)
         figures |= optional
         # The one transfer to the host
-        values = torch.cat([torch.stack(list(figures.values())), count, lost, self._proportions()]).tolist()
-        rows = len(count)
+        scalars = torch.stack([*figures.values(), diagnostics.sequences_of(others)])
+        values = torch.cat([scalars, count, lost, self._proportions()]).tolist()
+        rows, self.sequences = len(count), values[len(figures)]
         seen, forget, self.proportions = (values[len(values) - k * rows :][:rows] for k in (3, 2, 1))
         self.known = [number > 0 or (k and not f) for k, number, f in zip(self.known, seen, forget, strict=True)]
         counted = zip(self._of_rows, self.by_rows, seen, strict=True)
