@@ -121,8 +121,9 @@ class StepControl(TrainerCallback):
         figures = {"kept": kept, "learning_rate": kept * self._applied}
         self._log(measurement if kept else Measurement(0.0, 0.0), figures)
         if size.lost >= PATIENCE:
+            size.lost = 0  # another call of `train` has as much patience
             raise FloatingPointError(
-                f"{size.lost} steps in a row could not be made: after each of them the KL divergence was "
+                f"{PATIENCE} steps in a row could not be made: after each of them the KL divergence was "
                 f"{measurement.kl:.3g} nats per token, however short the step was made, where {target:.3g} is the "
                 "target. Each was taken back, so that the weights are as they were before. Look for a batch or a "
                 "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
