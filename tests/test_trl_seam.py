@@ -136,16 +136,9 @@ def test_changed_trl_is_refused_with_all_that_is_missing(monkeypatch):
 
 
 # May be named outside of the seam, where they are overridden
-OF_TRANSFORMERS = {
-    "_save_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_get_output_dir",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "_issue_warnings_after_load",
-}
+OF_TRANSFORMERS = {"_save_checkpoint", "_load_optimizer_and_scheduler", "_get_output_dir"}
 OVERRIDDEN = {"_compute_loss", "_generate_and_score_completions", "_calculate_rewards", "_get_grad_norm"}
-OVERRIDDEN |= {"_prepare_inputs"}
+OVERRIDDEN |= {"_prepare_inputs", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"}
 KEYS = re.compile(r"(prompt|completion|tool)_mask|\w+_per_token_logps|importance_sampling_ratio")
 
 
