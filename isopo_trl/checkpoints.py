@@ -122,8 +122,8 @@ def lost(model: nn.Module, names: Sequence[str]) -> list[str]:
     Those of the names that a checkpoint does not have whose weights it should have, and has under no other name, as
     tied ones.
     """
-    weights = model.state_dict(keep_vars=True)
-    there = {id(weight) for name, weight in weights.items() if name not in names}
+    weights, absent = model.state_dict(keep_vars=True), set(names)
+    there = {id(weight) for name, weight in weights.items() if name not in absent}
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return [name for name in names if name in weights and id(weights[name]) not in there and name not in ignored]
 

@@ -103,6 +103,19 @@ def test_weights_in_bf16_do_not_stay_where_they_were_rounded_to(tmp_path):
             torch.testing.assert_close(weight.detach().double(), exact, **rounding)
 
 
+def test_a_step_in_bf16_knows_nothing_of_the_one_that_was_shortened_before_it(tmp_path):
+    weights, kept, _, _ = stepped("sgd", torch.bfloat16, tmp_path)
+    kept.move(0.5)
+    kept.keep()
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.fill_(3.0)
+    kept.move(0.5)
+    for weight, start in zip(weights, before, strict=True):
+        assert torch.equal(weight, (start.float() + 0.5 * (3.0 - start.float())).bfloat16())
+
+
 def adamw(dtype, **settings):
     """Stepped three times: two groups, one of them without decay, and a weight without a gradient."""
     generator = torch.Generator().manual_seed(0)

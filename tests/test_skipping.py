@@ -432,6 +432,14 @@ def test_padded_images_of_a_microbatch_stay_with_their_sequence_whatever_their_n
             assert torch.equal(part["pixel_values"], pixels[[row]]) and part["num_images"] == [counts[row]]
 
 
+def test_images_of_several_tiles_are_not_taken_for_padded_ones():
+    """As for LLaVA-NeXT: one after the other, with their sizes, and as many of them as sequences."""
+    pixels, sizes = torch.arange(4.0).view(2, 2, 1, 1, 1), torch.tensor([[1, 2], [3, 4]])
+    whole = {"prompt_ids": torch.arange(2), "pixel_values": pixels, "image_sizes": sizes, "num_images": [2, 0]}
+    part = trl_seam.rows_of(trl_seam.joined([whole]), [0])
+    assert torch.equal(part["pixel_values"], pixels) and torch.equal(part["image_sizes"], sizes)
+
+
 def same_for_some(prompts, completions, **_):
     """The same reward for every completion of a prompt of even length."""
     own = tiny.reward(completions)
