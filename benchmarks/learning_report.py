@@ -16,7 +16,7 @@ from typing import Any
 
 import learning_figures
 from learning_matrix import BEST, Matrix, Run, held_back_score, read_results
-from learning_statistics import bits, bootstrap_interval, interval_over_problems, median, spearman
+from learning_statistics import bits, bootstrap_interval, crossed_interval, interval_over_problems, median, spearman
 
 
 BEGIN = "<!-- made by `python benchmarks/learning.py report`: do not edit by hand -->"
@@ -69,7 +69,9 @@ class Report:
             self.lambdas(),
             self.variants("Microbatches of one prompt's group", ("microbatches",), None),
             self.variants("Sequences without an advantage", ("not_skipping", "skipping"), None),
-            self.variants("The metric of a microbatch and of a step", ("skipping", "scopes"), None),
+            self.variants(
+                "The metric of a microbatch and of a step", ("skipping", "scopes"), None, "fisher-scopemicrobatch"
+            ),
             self.variants("Stale data", ("stale", "stale_p3o"), "grpo"),
             self.variants("LoRA", ("rates_lora", "lora"), "grpo"),
             self.rates("LoRA: learning rates", ("rates_lora",)),
@@ -351,8 +353,8 @@ class Report:
                 lines.append(row([*cells, *step_cells(runs)]))
         return lines
 
-    def variants(self, title: str, groups: tuple[str, ...], baseline: str | None) -> str:
-        """Runs of groups as they are, each against the baseline with the same other settings."""
+    def variants(self, title: str, groups: tuple[str, ...], baseline: str | None, of_all: str = "") -> str:
+        """Runs of groups, each against the baseline with the same other settings, or all against one of them."""
         rows: Rows = defaultdict(list)
         for run in self.matrix.runs(self.results, list(groups)):
             if isinstance(run, Run) and run.name in self.results:
@@ -369,7 +371,8 @@ class Report:
             # At the rate of most seeds, where there is more than one
             candidates = [label for label in block if baseline and label.startswith(baseline)]
             base = max(candidates, key=lambda label: len(block[label]), default=None)
-            lines += ["", *self.comparison(block, base or next(iter(block)))]
+            other = next((label for label in block if label.startswith(of_all)), None)
+            lines += ["", *self.comparison(block, base or other or next(iter(block)))]
         return "\n".join([*lines, *self.missing(groups)])
 
     def trained(self, task: str) -> list[Result]:
@@ -622,17 +625,19 @@ def difference(first: list[Result], second: list[Result], measure: Callable[[Res
 
 
 def difference_of_tests(first: list[Result], second: list[Result]) -> str:
-    """In points; of few seeds, with the interval over problems."""
+    """In points, with an interval over seeds and problems; of few seeds, over problems alone."""
     pairs = paired(first, second)
     values = [100 * (accuracy(a) - accuracy(b)) for a, b in pairs]
-    interval = bootstrap_interval(values)
-    if interval is not None or not values:
-        return with_interval(values, interval, "{:+.1f}")
+    if not values:
+        return with_interval(values, None, "{:+.1f}")
     each = [
-        [x - y for x, y in zip(*(bits(r["test"]["right"], r["test"]["count"]) for r in pair), strict=True)]
+        [100 * (x - y) for x, y in zip(*(bits(r["test"]["right"], r["test"]["count"]) for r in pair), strict=True)]
         for pair in pairs
     ]
-    of_problems = [100 * sum(column) / len(column) for column in zip(*each, strict=True)]
+    interval = crossed_interval(each)
+    if interval is not None:
+        return with_interval(values, interval, "{:+.1f}")
+    of_problems = [sum(column) / len(column) for column in zip(*each, strict=True)]
     return with_interval(values, interval_over_problems(of_problems), "{:+.1f}") + ", problems alone"
 
 

@@ -5,6 +5,8 @@ import random
 from collections.abc import Sequence
 from statistics import fmean, median
 
+import numpy as np
+
 
 RESAMPLES = 10_000
 # Of fewer than so many seeds, resampling says next to nothing
@@ -35,6 +37,24 @@ def interval_over_problems(differences: Sequence[float]) -> tuple[float, float]:
     variance = sum((d - mean) ** 2 for d in differences) / max(1, len(differences) - 1)
     half = 1.96 * math.sqrt(variance / len(differences))
     return mean - half, mean + half
+
+
+def crossed_interval(differences: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float] | None:
+    """
+    Interval of the mean of differences `[seeds][problems]`, by resampling both: what other seeds and another draw of
+    problems could have given. None for fewer seeds than `FEWEST`.
+    """
+    if len(differences) < FEWEST:
+        return None
+    table, draw, means = np.array(differences), np.random.default_rng(0), []
+    seeds, problems = table.shape
+    for _ in range(0, RESAMPLES, 1_000):  # a thousand at a time, for the memory
+        often = draw.multinomial(problems, np.full(problems, 1 / problems), 1_000)
+        chosen = draw.integers(seeds, size=(1_000, seeds))
+        means += ((often @ table.T)[np.arange(1_000)[:, None], chosen].mean(1) / problems).tolist()
+    means.sort()
+    tail = (1 - level) / 2
+    return quantile(means, tail), quantile(means, 1 - tail)
 
 
 def bits(right: str, count: int) -> list[int]:
@@ -86,4 +106,14 @@ def hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return half(ordered) + half(ordered[::-1])
 
 
-__all__ = ["bits", "bootstrap_interval", "hull", "interval_over_problems", "median", "quantile", "ranks", "spearman"]
+__all__ = [
+    "bits",
+    "bootstrap_interval",
+    "crossed_interval",
+    "hull",
+    "interval_over_problems",
+    "median",
+    "quantile",
+    "ranks",
+    "spearman",
+]

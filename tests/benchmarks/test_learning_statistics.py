@@ -45,6 +45,23 @@ def test_the_interval_over_problems_is_that_of_the_mean(learning_statistics):
     assert (low, high) == pytest.approx((np.mean(values) - 1.96 * error, np.mean(values) + 1.96 * error))
 
 
+def test_the_interval_over_seeds_and_problems_has_both_in_it(learning_statistics):
+    problems = [1.0, 0.0, 0.0, -1.0] * 100
+    of_problems = learning_statistics.interval_over_problems(problems)
+    # Seeds that agree: problems are all there is to it
+    assert learning_statistics.crossed_interval([problems] * 3) == pytest.approx(of_problems, abs=0.01)
+    # Problems that agree: what seeds alone give
+    seeds = [0.1, 0.5, 0.2, 0.9, 0.4]
+    found = learning_statistics.crossed_interval([[value] * 50 for value in seeds])
+    assert found == pytest.approx(learning_statistics.bootstrap_interval(seeds), abs=0.03)
+    # Both: the variances add up
+    low, high = learning_statistics.crossed_interval([[x + y for y in problems] for x in seeds])
+    half = np.hypot((found[1] - found[0]) / 2, (of_problems[1] - of_problems[0]) / 2)
+    assert (low + high) / 2 == pytest.approx(np.mean(seeds), abs=0.03)
+    assert (high - low) / 2 == pytest.approx(half, rel=0.1)
+    assert learning_statistics.crossed_interval([problems] * 2) is None
+
+
 def test_bits_are_read_as_they_were_written(learning_statistics):
     right = [True, False, False, True, True, False, False, False, False, True]
     written = f"{int(''.join('01'[bit] for bit in right), 2):03x}"
