@@ -21,8 +21,10 @@ from .geometry.statistics import accumulation_dtype
 from .kernels import kept_rows as kernels
 
 
-# Elements of one layer's gradients of whole sequences, where these are the samples: 32 MiB in float32
-MOST_ELEMENTS = 2**23
+# Elements of all layers' gradients of whole sequences, where these are the samples: 1 GiB in float32
+MOST_ELEMENTS = 2**28
+# Fewer sequences than that are not worth keeping: the metric would be that of one or two of them
+FEWEST_SEQUENCES = 8
 
 # In elements: kernels want rows that begin at a multiple of 16 bytes
 _ALIGNMENT = 16
@@ -92,13 +94,14 @@ class KeptRows:
         samples (`int`): number of rows per layer, n.
         steps (`int`): number of steps whose rows are held at a time; each step replaces its part.
         seed (`int`): of the draws.
+        layers (`int`): number of layers, which have equal shares of the memory for gradients of whole sequences.
 
     Attributes:
         places (`dict[int, Place]`): of the layers that have been asked for, where their rows are.
     """
 
-    def __init__(self, samples: int, steps: int = 1, seed: int = 0):
-        self.samples, self.steps, self.seed = samples, steps, seed
+    def __init__(self, samples: int, steps: int = 1, seed: int = 0, layers: int = 1):
+        self.samples, self.steps, self.seed, self.layers = samples, steps, seed, layers
         self.closed_steps = 0
         self._loss_scale: float | None = None  # that all rows carry: the first microbatch's
         self._held: dict[int, _Rows] = {}  # by layer, [n, ...]
@@ -147,8 +150,9 @@ class KeptRows:
         return layer in (self._held if self._loaded is None else self._loaded["rows"])
 
     def sequences_of(self, elements: int) -> int:
-        """How many sequences' gradients of so many elements are kept."""
-        return max(1, min(self.samples, MOST_ELEMENTS // max(elements, 1)))
+        """How many sequences' gradients of so many elements are kept of a layer; 0 where it would be too few."""
+        number = min(self.samples, MOST_ELEMENTS // self.layers // max(elements, 1))
+        return number if number >= min(self.samples, FEWEST_SEQUENCES) else 0
 
     def set_for(self, size: int) -> _Set:
         """The set of `size` whole sequences, or of positions for 0."""
@@ -233,10 +237,9 @@ class KeptRows:
     def close(self, keep: bool = True) -> None:
         """
         Close an optimizer step, on every rank: the best rows of all ranks are those that the next step goes by; or, if
-        not `keep`, those of the last step stay.
+        not `keep`, those of the last step stay, and the step is not counted: not every way of training makes it.
         """
         if not keep or not self._collected:
-            self.closed_steps += 1
             self.restart()
             return
         world, rank = (dist.get_world_size(), dist.get_rank()) if _is_distributed() else (1, 0)

@@ -131,7 +131,8 @@ class Microbatch:
         """
         if self.draw is None:
             return None
-        return self.draw.exchange(index, {"g": V}, self.draw.kept.sequences_of(V.shape[1]))
+        number = self.draw.kept.sequences_of(V.shape[1])
+        return self.draw.exchange(index, {"g": V}, number) if number else None
 
     def kernel_ledger(self, index: int) -> KernelLedger:
         """Where a kernel enters the coefficients of layer `index`, to which the backward pass has come."""

@@ -219,13 +219,12 @@ def test_a_step_in_which_no_sequence_counts_leaves_the_rows_of_the_step_before(a
     """As DeepSpeed has it, for which a step without any advantage makes a pass."""
     model, isopo = attached()
     rows = None
-    for step in map(Step, range(4)):
+    for step in map(Step, range(3)):
         if step.number == at:
-            nobody = torch.zeros(B, dtype=torch.float64)
-            with isopo.microbatch(nobody, attention_mask=0 * step.mask, signs=nobody):
-                model(step.x).backward(0 * step.g)
+            nobody, other = torch.zeros(B, dtype=torch.float64), Step(7)
+            with isopo.microbatch(nobody, attention_mask=0 * other.mask, signs=nobody):
+                model(other.x).backward(0 * other.g)
             isopo.step()
-            continue
         step.run(model, isopo)
         check(model, by_microbatch(step) if rows is None else step.expected(rows))
         rows = step.rows(6)

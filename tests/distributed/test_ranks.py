@@ -17,7 +17,7 @@ RUNS = ["trainer-fisher-full", "trainer-interacting-lora", "fsdp2-fisher-full", 
 RUNS += ["fsdp2-fig4-experts"]
 RUNS += ["fsdp2-fisher-dora"]  # gradients per sequence
 RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
-RUNS += ["skipped-none-full", "skippedfsdp-euclidean-full"]
+RUNS += ["skipped-none-full", "skippedfsdp-euclidean-full", "skipped-fisher-full"]
 RUNS += ["overflow-fisher-full", "overflowfsdp-fisher-full"]
 RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "undone-fisher-full"]
 RUNS += ["step-fig4-full", "steptrainer-fisher-full"]
@@ -26,6 +26,7 @@ SLOW = [
     "trainer-fisher-experts",
     "fsdp2-fisher-expertslora",
     "skipped-euclidean-lora",
+    "skippedfsdp-fisher-lora",
     "overflow-none-lora",
 ]
 SLOW += ["step-npg-lora", "steptrainer-fisher-dora", "stepfsdp2-fisher-full", "stepfsdp2-fig4-lora"]
@@ -40,6 +41,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     # After a run under ZeRO-3, which leaves a function of its own in the place of PyTorch's
     RUNS += ["zero2-fisher-experts", "zero2-fisher-expertslora", "zero2-fisher-dora", "zero3-fisher-experts"]
     SLOW += ["zero3-fisher-expertslora", "zero3-fisher-dora", "skipped2-euclidean-lora", "skipped3-euclidean-full"]
+    SLOW += ["skipped2-fisher-full", "skipped3-fisher-lora"]
     SLOW += ["stepzero2-fisher-full", "stepzero3-fisher-full", "stepzero2-fig4-lora", "stepzero3-fig4-lora"]
     SLOW += ["stepzero2-fig4-experts", "stepzero3-fisher-experts", "stepzero2-fisher-dora"]
 

@@ -225,6 +225,8 @@ def skipped(output, rule, weights, under="", skip=True):
     settings |= {"gradient_accumulation_steps": accumulation, "optim": "adamw_torch", "adam_epsilon": 1e-3}
     if rule != "none":
         settings |= {"scale": "paper", "regularization": 0.0}  # which do not see how a batch is cut
+    if rule == "fisher":  # which sees it in the first step, that has no effect then; the second has no advantage
+        settings |= {"optim": "sgd", "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1}
     kind = UnevenShards if under == "fsdp" else Uneven
     run = trainer(output, rule, weights, int(under) if under.isdigit() else None, kind, **settings)
     run.train()

@@ -172,14 +172,31 @@ def test_gradients_of_whole_sequences_are_kept_where_there_are_none_of_positions
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-def test_large_gradients_of_sequences_are_kept_as_far_as_memory_allows(monkeypatch):
-    monkeypatch.setattr("isopo_trl.kept_rows.MOST_ELEMENTS", 3 * harness.D * 2 + 1)
-    layer = Recurrent().double()
-    model = Holder(layer)
-    isopo = ISOPO(model, fisher_samples=64, **SCOPE, **FORMULA)
-    x = harness.inputs_of(layer, B, T)
-    with isopo.microbatch(ADVANTAGES[:B], attention_mask=MASK):
-        model(x).backward(x)
-    isopo.step()
-    (rows,) = isopo.state_dict()["rows"]["rows"].values()
-    assert rows["g"].shape == (2, 3 * harness.D)
+def after_two_steps(layers, **settings):
+    """Gradients of the second step of layers one behind the other, and the rows that are kept."""
+    model = nn.Sequential(*(Holder(layer) for layer in layers))
+    isopo = ISOPO(model, fisher_samples=64, **FORMULA, **settings)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(2):
+        model.zero_grad()
+        x, cotangent = (torch.randn(2, T, harness.D, generator=generator, dtype=torch.float64) for _ in range(2))
+        with isopo.microbatch(ADVANTAGES[:2], attention_mask=torch.ones(2, T)):
+            model(x).backward(cotangent)
+        isopo.step()
+    rows = isopo.state_dict()["rows"]
+    return [p.grad for p in model.parameters()], {} if rows is None else rows["rows"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_large_gradients_of_sequences_are_kept_as_far_as_memory_allows(monkeypatch, layers):
+    monkeypatch.setattr("isopo_trl.kept_rows.MOST_ELEMENTS", layers * 3 * harness.D * 9 + 1)
+    _, rows = after_two_steps([Recurrent().double() for _ in range(layers)], **SCOPE)
+    assert [own["g"].shape for own in rows.values()] == [(9, 3 * harness.D)] * layers
+
+
+def test_a_layer_of_which_next_to_no_gradients_could_be_kept_goes_by_the_microbatch(monkeypatch):
+    monkeypatch.setattr("isopo_trl.kept_rows.MOST_ELEMENTS", 3 * harness.D * 8 - 1)
+    found, rows = after_two_steps([Recurrent().double()], **SCOPE)
+    expected, _ = after_two_steps([Recurrent().double()], fisher_scope="microbatch")
+    assert not rows
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
