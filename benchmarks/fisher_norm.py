@@ -173,7 +173,7 @@ def package_norms(model: nn.Module, batch: Batch, seed: int = 0) -> dict[str, di
     `[m]` each; `norm` `[m]`; and `own`, `sum_{j in s} <G_j, V_s>^2` `[m]`, by which the size of a step is chosen.
     """
     rule = Recorded(name="recorded")
-    isopo = ISOPO(model, rule, fisher_samples=batch.ids.numel(), seed=seed)
+    isopo = ISOPO(model, rule, fisher_samples=batch.ids.numel(), fisher_scope="microbatch", seed=seed)
     rule.isopo.append(isopo)
     try:
         with isopo.microbatch(torch.ones(len(batch.ids), device=batch.ids.device), attention_mask=batch.mask) as here:

@@ -189,7 +189,7 @@ def passes(module: nn.Module, rule: str | None, options: argparse.Namespace) -> 
     shape = (options.sequences, options.length)
     x = torch.randn(*shape, WIDTH, requires_grad=True)
     cotangent = torch.randn(*shape, WIDTH)
-    isopo = None if rule is None else ISOPO(module, rule=rule)
+    isopo = None if rule is None else ISOPO(module, rule=rule, fisher_scope="microbatch")
 
     def run() -> tuple[float, float]:
         microbatch = None

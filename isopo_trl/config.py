@@ -89,12 +89,13 @@ class ISOPOConfig(GRPOConfig):
         fisher_samples (`int`, *optional*, defaults to `64`):
             Number of token positions per microbatch at which the Fisher metric is taken (250 in the author's code).
             More than there are means all of them.
-        fisher_scope (`str`, *optional*, defaults to `"microbatch"`):
-            Where these positions are from. `"microbatch"`: the microbatch whose sequences are measured. `"step"`: all
-            microbatches and ranks of the optimizer step before, whose inputs and cotangents at these positions are
-            kept for each layer, so that no coefficient depends on how the batch is cut into microbatches or spread
-            over ranks. The first step goes by the microbatch. Takes memory for `2 fisher_samples` rows of each
-            layer's inputs and outputs.
+        fisher_scope (`str`, *optional*):
+            Where these positions are from. `"step"`: all microbatches and ranks of the optimizer step before, whose
+            inputs and cotangents at these positions are kept for each layer, so that no coefficient depends on how
+            the batch is cut into microbatches or spread over ranks. The first step goes by the microbatch. Takes
+            memory for `2 fisher_samples` rows of each layer's inputs and outputs. `"microbatch"`: the microbatch
+            whose sequences are measured, as in the paper. If `None`, `"step"` for rules that have a Fisher norm, but
+            with more than 1,024 samples `"microbatch"`.
         fisher_steps (`int`, *optional*, defaults to `1`):
             With `fisher_scope="step"`, how many steps back these positions reach: each step replaces one part in
             `fisher_steps` of them.
@@ -223,11 +224,12 @@ class ISOPOConfig(GRPOConfig):
             "are means all of them."
         },
     )
-    fisher_scope: str = field(
-        default="microbatch",
+    fisher_scope: str | None = field(
+        default=None,
         metadata={
-            "help": "Where these positions are from: 'microbatch', or 'step' (all microbatches and ranks of the "
-            "optimizer step before, so that nothing depends on how the batch is cut)."
+            "help": "Where these positions are from: 'step' (all microbatches and ranks of the optimizer step before, "
+            "so that nothing depends on how the batch is cut) or 'microbatch'. If `None`, 'step' for rules that have "
+            "a Fisher norm."
         },
     )
     fisher_steps: int = field(

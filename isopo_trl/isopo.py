@@ -67,7 +67,7 @@ class ISOPO:
             See [`ISOPOConfig`].
         fisher_samples (`int`, *optional*, defaults to `64`):
             See [`ISOPOConfig`].
-        fisher_scope (`str`, *optional*, defaults to `"microbatch"`):
+        fisher_scope (`str`, *optional*):
             See [`ISOPOConfig`]. With `"step"`, tell [`begin`] of each sequence's key.
         fisher_steps (`int`, *optional*, defaults to `1`):
             See [`ISOPOConfig`].
@@ -82,7 +82,7 @@ class ISOPO:
         *,
         regularization_decay: float = 0.9,
         fisher_samples: int = 64,
-        fisher_scope: str = "microbatch",
+        fisher_scope: str | None = None,
         fisher_steps: int = 1,
         seed: int = 0,
         **settings: Any,
@@ -91,8 +91,6 @@ class ISOPO:
         self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
         self.fisher_scope, self.fisher_steps = check_scope(fisher_scope, fisher_steps, self.fisher_samples, self.rule)
         self.seed = checked("seed", seed, int)
-        in_step = self.fisher_scope == "step"
-        self._kept = KeptRows(self.fisher_samples, self.fisher_steps, self.seed) if in_step else None
         self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
         self._draws = 0
@@ -104,6 +102,9 @@ class ISOPO:
         self.every_layer_was_reached = False  # checked in the first backward
         self._outlier_was_reported = False
         self.layers = plan(self._current, model)
+        self._kept: KeptRows | None = None
+        if self.fisher_scope == "step":
+            self._kept = KeptRows(self.fisher_samples, self.fisher_steps, self.seed, len(self.layers))
         # The layer of each place in the running statistics, and what the place is called
         self._places = [layer for layer in self.layers for _ in layer.indices]
         self._place_names = [name for layer in self.layers for name in layer.place_names()]
@@ -533,18 +534,23 @@ def check_settings(regularization_decay: float, fisher_samples: int) -> tuple[fl
 
 SCOPES = ("microbatch", "step")
 MOST_ROWS = 2**14
+MOST_BY_DEFAULT = 2**10  # rows take 12 GB then, at 8B with full weights
 
 
-def check_scope(fisher_scope: str, fisher_steps: int, fisher_samples: int, rule: Rule) -> tuple[str, int]:
+def check_scope(fisher_scope: str | None, fisher_steps: int, fisher_samples: int, rule: Rule) -> tuple[str, int]:
     """Where the Fisher metric is taken from; raises if that is unknown, or would change nothing."""
+    if fisher_scope is None:
+        fisher_scope = "step" if rule.needs.overlap and fisher_samples <= MOST_BY_DEFAULT else "microbatch"
     fisher_scope = checked("fisher_scope", fisher_scope, str)
     fisher_steps = checked("fisher_steps", fisher_steps, int)
     if fisher_scope not in SCOPES:
         raise ValueError(f"fisher_scope={fisher_scope!r} is unknown: choose one of {', '.join(map(repr, SCOPES))}.")
-    if fisher_scope == "step" and not rule.needs.overlap:
+    given = {"fisher_scope='step'": fisher_scope == "step", f"fisher_steps={fisher_steps}": fisher_steps > 1}
+    useless = [setting for setting, is_given in given.items() if is_given and not rule.needs.overlap]
+    if useless:
         raise ValueError(
-            f"fisher_scope='step' is about the Fisher norm, which rule={rule.name!r} does not look at: remove it, or "
-            "choose another rule ('fisher', 'npg', 'fig4')."
+            f"{useless[0]} is about the Fisher norm, which rule={rule.name!r} does not look at: remove it, or choose "
+            "another rule ('fisher', 'npg', 'fig4')."
         )
     if fisher_scope == "step" and fisher_samples > MOST_ROWS:
         raise ValueError(

@@ -96,6 +96,7 @@ def _procedure(trainer: "ISOPOTrainer") -> str:
         **{name: getattr(args, name) for name in (*weighting.settings, *weighting.defaults)},
         **{name: getattr(args, name) for name in _SETTINGS},
         **_changed(args),
+        "fisher_scope": trainer.isopo.fisher_scope if rule.needs.overlap else None,
     }
     if is_peft_model(trainer.model):
         config = trainer.model.active_peft_config

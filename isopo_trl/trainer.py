@@ -354,7 +354,7 @@ class ISOPOTrainer(GRPOTrainer):
                 loss_scale=1 / self.current_gradient_accumulation_steps,
                 prompts=batch.get(PROMPT_NUMBERS),
                 signs=weighted_sign.detach().sign(),
-                sequence_keys=batch.keys_of_content if self.args.fisher_scope == "step" else None,
+                sequence_keys=batch.keys_of_content if self.isopo.fisher_scope == "step" else None,
             )
         trl_loss = partial(super()._compute_loss, model)
         watched = train and self.args.drift_bound is not None

@@ -287,8 +287,9 @@ def test_run_with_the_same_settings_resumes_without_a_word(folder, caplog):
 
 
 def test_other_decay_and_number_of_samples_are_reported(folder, caplog):
-    (message,) = resumed(folder, caplog, regularization_decay=0.5, fisher_samples=32)
+    message, of_rows = resumed(folder, caplog, regularization_decay=0.5, fisher_samples=32)
     assert "regularization_decay=0.9 to 0.5, fisher_samples=64 to 32" in message
+    assert "not as many as are set here" in of_rows and "first step goes by the microbatch" in of_rows
 
 
 def test_other_clipping_under_the_same_weights_is_reported(folder, caplog):

@@ -66,7 +66,9 @@ REFUSED = [
     ({"fisher_scope": "step", "fisher_samples": 10**6}, ["fisher_samples=1000000", "memory", "at most 16384"]),
     ({"fisher_steps": 0, "fisher_scope": "step"}, ["fisher_steps=0", "from 1 to fisher_samples=64"]),
     ({"fisher_steps": 65, "fisher_scope": "step"}, ["fisher_steps=65", "from 1 to fisher_samples=64"]),
-    ({"fisher_steps": 2}, ["fisher_steps=2", "fisher_scope='step'", "remove"]),
+    ({"fisher_steps": 2, "fisher_scope": "microbatch"}, ["fisher_steps=2", "fisher_scope='step'", "remove"]),
+    ({"fisher_steps": 2, "rule": "euclidean"}, ["fisher_steps=2", "rule='euclidean'", "remove", "'fisher'"]),
+    ({"fisher_steps": 2, "fisher_samples": 2000}, ["fisher_steps=2", "fisher_scope='step'", "remove"]),
     # Losses of the ratio
     ({"loss_type": "typo"}, ["loss_type='typo'", "'dapo'", "'cispo'"]),
     *(
@@ -397,6 +399,22 @@ def test_object_of_its_own_refuses_the_same_settings():
         if settings.keys() <= OF_THE_OBJECT:
             with pytest.raises(ValueError, match=re.escape(names[0])):
                 ISOPO(tiny.model("qwen3"), **settings)
+
+
+@pytest.mark.parametrize(
+    "settings, scope",
+    [
+        ({}, "step"),
+        ({"rule": "fig4", "fisher_samples": 1024, "fisher_steps": 2}, "step"),
+        ({"fisher_samples": 1025}, "microbatch"),  # whose rows would fill the memory
+        ({"fisher_scope": "microbatch"}, "microbatch"),
+        *(({"rule": rule}, "microbatch") for rule in ("euclidean", "interacting", "none")),  # no Fisher norm
+    ],
+)
+def test_the_metric_is_that_of_the_step_where_nothing_else_is_said(settings, scope, tmp_path):
+    trainer = training.build(tmp_path, **settings)
+    assert trainer.args.fisher_scope == settings.get("fisher_scope")  # so that another rule can be put in
+    assert trainer.isopo.fisher_scope == scope == ISOPO(tiny.model("qwen3"), **settings).fisher_scope
 
 
 # Refused by the trainer

@@ -97,6 +97,7 @@ def test_the_card_names_rule_settings_versions_and_paper(tmp_path):
         assert f"| {row} |" in text, row
     for row in (
         "`fisher_samples` | 7",
+        "`fisher_scope` | step",
         "`learning_rate` | 0.01",
         "`lr_scheduler_type` | linear",
         "`adapter` | LORA, r=2",

@@ -176,7 +176,7 @@ def loop(mode, rule, weights, term):
     batches = [off_policy(number, weights) for number in range(2 * STEPS)]
     base = model.get_base_model() if weights == "lora" else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy"))
-    isopo = ISOPO(model, rule, regularization=REGULARIZATION, fisher_samples=9)
+    isopo = ISOPO(model, rule, regularization=REGULARIZATION, fisher_samples=9, fisher_scope="microbatch")
     if mode == "shard":
         mesh = torch.distributed.init_device_mesh("cpu", (WORLD,))
         for layer in base.model.layers:

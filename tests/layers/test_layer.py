@@ -36,7 +36,8 @@ def test_an_input_that_is_not_contiguous_is_no_different():
 def test_later_steps_refer_to_the_running_means_of_earlier_ones():
     layer = build("linear")
     plain, model = copy.deepcopy(layer), Holder(layer)
-    isopo = ISOPO(model, "fisher", regularization=0.5, regularization_decay=0.8, fisher_samples=7)
+    settings = {"regularization": 0.5, "regularization_decay": 0.8, "fisher_samples": 7}
+    isopo = ISOPO(model, "fisher", fisher_scope="microbatch", **settings)
     sequence = torch.arange(B).unsqueeze(1).expand(B, T)
     history = None
     for step in range(3):

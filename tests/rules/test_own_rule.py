@@ -144,7 +144,7 @@ def test_gradient_is_the_definition_on_the_first_step_and_with_a_history(lora, s
 def test_the_trainer_takes_it_by_its_name(lora, rule, scale, names, tmp_path):
     registry.register_rule("tight_fisher", names["CappedFisher"], radius=0.5)
     model = build("qwen3", lora)
-    trainer = trainer_for(model, tmp_path, rule=rule, scale=scale, loss_type="grpo")
+    trainer = trainer_for(model, tmp_path, rule=rule, scale=scale, loss_type="grpo", fisher_scope="microbatch")
     assert type(trainer.isopo.rule) is names["CappedFisher"]
     reference = Reference(model, {"capped_fisher": 1.0, "tight_fisher": 0.5}[rule], scale)
     for step, accumulation in enumerate((2, 1)):  # a constant factor of the loss, which the running means must not see

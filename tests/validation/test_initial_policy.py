@@ -93,7 +93,7 @@ def test_divergence_is_that_of_sampled_completions_from_the_initial_policy(case,
         options=options,
         batch_size=3,
         kl_prompts=12,
-        learning_rate=0.03,
+        learning_rate=0.01,
         temperature=0.7,
         regularization=0.0,
     )
