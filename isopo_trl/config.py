@@ -99,6 +99,9 @@ class ISOPOConfig(GRPOConfig):
         fisher_steps (`int`, *optional*, defaults to `1`):
             With `fisher_scope="step"`, how many steps back these positions reach: each step replaces one part in
             `fisher_steps` of them.
+        fisher_offload (`bool`, *optional*, defaults to `False`):
+            With `fisher_scope="step"`, whether to hold what is kept in the host's memory, from which each layer's rows
+            are copied in every microbatch. Halves the memory on the device.
         group_microbatches (`bool`, *optional*, defaults to `False`):
             Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
             `"interacting"`, which sees the sequences of one microbatch. The order of the prompts stays random.
@@ -236,6 +239,10 @@ class ISOPOConfig(GRPOConfig):
         default=1,
         metadata={"help": "With `fisher_scope='step'`, how many steps back these positions reach."},
     )
+    fisher_offload: bool = field(
+        default=False,
+        metadata={"help": "With `fisher_scope='step'`, whether to hold what is kept in the host's memory."},
+    )
     group_microbatches: bool = field(
         default=False,
         metadata={
@@ -332,7 +339,7 @@ class ISOPOConfig(GRPOConfig):
             self.token_weights = "sampler" if corrected and not ratio_loss.takes_ratio(self) else "none"
         rule = self._rule()
         check_settings(self.regularization_decay, self.fisher_samples)
-        check_scope(self.fisher_scope, self.fisher_steps, self.fisher_samples, rule)
+        check_scope(self.fisher_scope, self.fisher_steps, self.fisher_offload, self.fisher_samples, rule)
         for unsupported, message in (*refusals(self), *ratio_loss.refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)

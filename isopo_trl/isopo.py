@@ -71,6 +71,8 @@ class ISOPO:
             See [`ISOPOConfig`]. With `"step"`, tell [`begin`] of each sequence's key.
         fisher_steps (`int`, *optional*, defaults to `1`):
             See [`ISOPOConfig`].
+        fisher_offload (`bool`, *optional*, defaults to `False`):
+            See [`ISOPOConfig`].
         seed (`int`, *optional*, defaults to `0`):
             Seed of the stream from which the sampled positions are drawn. The global random stream is not touched.
     """
@@ -84,12 +86,14 @@ class ISOPO:
         fisher_samples: int = 64,
         fisher_scope: str | None = None,
         fisher_steps: int = 1,
+        fisher_offload: bool = False,
         seed: int = 0,
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
         self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
-        self.fisher_scope, self.fisher_steps = check_scope(fisher_scope, fisher_steps, self.fisher_samples, self.rule)
+        scope = check_scope(fisher_scope, fisher_steps, fisher_offload, self.fisher_samples, self.rule)
+        self.fisher_scope, self.fisher_steps, self.fisher_offload = scope
         self.seed = checked("seed", seed, int)
         self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
@@ -104,7 +108,9 @@ class ISOPO:
         self.layers = plan(self._current, model)
         self._kept: KeptRows | None = None
         if self.fisher_scope == "step":
-            self._kept = KeptRows(self.fisher_samples, self.fisher_steps, self.seed, len(self.layers))
+            self._kept = KeptRows(
+                self.fisher_samples, self.fisher_steps, self.seed, len(self.layers), self.fisher_offload
+            )
         # The layer of each place in the running statistics, and what the place is called
         self._places = [layer for layer in self.layers for _ in layer.indices]
         self._place_names = [name for layer in self.layers for name in layer.place_names()]
@@ -537,15 +543,19 @@ MOST_ROWS = 2**14
 MOST_BY_DEFAULT = 2**10  # rows take 12 GB then, at 8B with full weights
 
 
-def check_scope(fisher_scope: str | None, fisher_steps: int, fisher_samples: int, rule: Rule) -> tuple[str, int]:
+def check_scope(
+    fisher_scope: str | None, fisher_steps: int, fisher_offload: bool, fisher_samples: int, rule: Rule
+) -> tuple[str, int, bool]:
     """Where the Fisher metric is taken from; raises if that is unknown, or would change nothing."""
     if fisher_scope is None:
         fisher_scope = "step" if rule.needs.overlap and fisher_samples <= MOST_BY_DEFAULT else "microbatch"
     fisher_scope = checked("fisher_scope", fisher_scope, str)
     fisher_steps = checked("fisher_steps", fisher_steps, int)
+    fisher_offload = checked("fisher_offload", fisher_offload, bool)
     if fisher_scope not in SCOPES:
         raise ValueError(f"fisher_scope={fisher_scope!r} is unknown: choose one of {', '.join(map(repr, SCOPES))}.")
     given = {"fisher_scope='step'": fisher_scope == "step", f"fisher_steps={fisher_steps}": fisher_steps > 1}
+    given["fisher_offload=True"] = fisher_offload
     useless = [setting for setting, is_given in given.items() if is_given and not rule.needs.overlap]
     if useless:
         raise ValueError(
@@ -567,7 +577,11 @@ def check_scope(fisher_scope: str | None, fisher_steps: int, fisher_samples: int
             f"fisher_steps={fisher_steps} says how far back rows reach that are kept over steps: set "
             "fisher_scope='step', or remove it."
         )
-    return fisher_scope, fisher_steps
+    if fisher_offload and fisher_scope != "step":
+        raise ValueError(
+            "fisher_offload=True is about rows that are kept over steps: set fisher_scope='step', or remove it."
+        )
+    return fisher_scope, fisher_steps, fisher_offload
 
 
 def _world() -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Place:
     Where a layer's rows are.
 
     Args:
-        held ([`SampleRows`], *optional*): those from before this step.
+        held ([`SampleRows`], *optional*): those from before this step, which may be in the host's memory.
         slots (`dict[str, torch.Tensor]`): `[n, ...]`, where this step's are collected.
         dtype (`torch.dtype`, *optional*): of all of them, inputs and cotangents; `None` where there is none for both.
     """
@@ -86,6 +86,14 @@ class Place:
     held: SampleRows | None
     slots: _Rows
     dtype: torch.dtype | None
+
+    def fetched(self) -> SampleRows | None:
+        """The rows from before this step, on the device of the layer."""
+        device = next(iter(self.slots.values())).device
+        if self.held is None or self.held.g.device == device:
+            return self.held
+        rows = {"g": self.held.g, "a": self.held.a, "choices": self.held.choices}
+        return SampleRows(**{name: x.to(device, non_blocking=True) for name, x in rows.items() if x is not None})
 
 
 class KeptRows:
@@ -95,13 +103,14 @@ class KeptRows:
         steps (`int`): number of steps whose rows are held at a time; each step replaces its part.
         seed (`int`): of the draws.
         layers (`int`): number of layers, which have equal shares of the memory for gradients of whole sequences.
+        offload (`bool`): whether the rows from before are held in the host's memory.
 
     Attributes:
         places (`dict[int, Place]`): of the layers that have been asked for, where their rows are.
     """
 
-    def __init__(self, samples: int, steps: int = 1, seed: int = 0, layers: int = 1):
-        self.samples, self.steps, self.seed, self.layers = samples, steps, seed, layers
+    def __init__(self, samples: int, steps: int = 1, seed: int = 0, layers: int = 1, offload: bool = False):
+        self.samples, self.steps, self.seed, self.layers, self.offload = samples, steps, seed, layers, offload
         self.closed_steps = 0
         self._loss_scale: float | None = None  # that all rows carry: the first microbatch's
         self._held: dict[int, _Rows] = {}  # by layer, [n, ...]
@@ -195,7 +204,7 @@ class KeptRows:
 
     def rows_of(self, layer: int) -> SampleRows | None:
         """The rows from before this step, if there are any, of a layer whose place has been asked for."""
-        return self.places[layer].held
+        return self.places[layer].fetched()
 
     def unreached(self, draw: "Draw", layers: Sequence[int]) -> None:
         """A microbatch's backward did not come to these layers: its positions have no gradient there."""
@@ -244,7 +253,7 @@ class KeptRows:
             return
         world, rank = (dist.get_world_size(), dist.get_rank()) if _is_distributed() else (1, 0)
         in_place = self._held.keys() == self._collected.keys()
-        if world == 1 and self.steps == 1 and in_place:
+        if world == 1 and self.steps == 1 and in_place and not self.offload:
             self._change_places()
             return
         orders: dict[int, tuple[torch.Tensor, torch.Tensor, slice]] = {}
@@ -264,19 +273,21 @@ class KeptRows:
         rows = self._collected
         if not in_place:
             self._allocate()
-        if world > 1 and rank > 0 and self.steps > 1:
+        if world > 1 and rank > 0 and self.steps > 1 and not self.offload:
             for flat in self._flat:
                 flat.zero_()  # what stays is on the first rank too, and added to nothing
+        summed = world > 1 and self.offload  # now, since the sum is made on the device
         if in_place:
             for alike in self._alike:
-                _choose(alike.collected, alike.held, *orders[alike.size])
+                _choose(alike.collected, alike.held, *orders[alike.size], summed)
         else:
             for layer, held in self._held.items():
                 for name, buffer in held.items():
-                    _choose(rows[layer][name].unsqueeze(0), buffer.unsqueeze(0), *orders[self._set_of[layer]])
+                    own = rows[layer][name].unsqueeze(0)
+                    _choose(own, buffer.unsqueeze(0), *orders[self._set_of[layer]], summed)
         for flat in self._flat_collected:
             flat.zero_()  # where a step fills no slot
-        if world > 1:
+        if world > 1 and not summed:
             # Awaited when the next microbatch begins; meanwhile the optimizer steps
             self._exchange = [dist.all_reduce(flat, async_op=True) for flat in self._flat]
         self.closed_steps += 1
@@ -312,7 +323,8 @@ class KeptRows:
             sizes = [self.set_for(shape[0]).size for shape in by_shape]
             rooms = [-(-size // self.steps) for size in sizes]
             kinds = [(len(layers), shape[1:]) for shape, layers in by_shape.items()]
-            flat, held = _cut(kinds, sizes, dtype, device)
+            where = torch.device("cpu") if self.offload else device
+            flat, held = _cut(kinds, sizes, dtype, where, pinned=where != device)
             flat_collected, free = _cut(kinds, rooms, dtype, device)
             self._flat.append(flat)
             self._flat_collected.append(flat_collected)
@@ -381,7 +393,11 @@ class KeptRows:
 
 
 def _cut(
-    kinds: list[tuple[int, tuple[int, ...]]], slots: list[int], dtype: torch.dtype, device: torch.device
+    kinds: list[tuple[int, tuple[int, ...]]],
+    slots: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pinned: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """
     Zeros in one piece, and parts of it, `[layers, slots, ...]` each, in which every layer's rows are aligned.
@@ -389,11 +405,12 @@ def _cut(
     Args:
         kinds (`list`): of each part the number of layers and the shape of a row.
         slots (`list[int]`): of each part the number of slots.
+        pinned (`bool`): whether another device is to fetch them at any time.
     """
     shapes = [(number, *row) for (_, row), number in zip(kinds, slots, strict=True)]
     sizes = [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in shapes]
     lengths = [layers * size for (layers, _), size in zip(kinds, sizes, strict=True)]
-    flat = torch.zeros(sum(lengths), dtype=dtype, device=device)
+    flat = torch.zeros(sum(lengths), dtype=dtype, device=device, pin_memory=pinned)
     parts = [
         piece.view(-1, size)[:, : math.prod(shape)].unflatten(1, shape)
         for piece, size, shape in zip(flat.split(lengths), sizes, shapes, strict=True)
@@ -402,10 +419,10 @@ def _cut(
 
 
 def _choose(
-    collected: torch.Tensor, held: torch.Tensor, order: torch.Tensor, others: torch.Tensor, slots: slice
+    collected: torch.Tensor, held: torch.Tensor, order: torch.Tensor, others: torch.Tensor, slots: slice, summed: bool
 ) -> None:
     """
-    Move rows of this rank to where they are held.
+    Move rows of this rank to where they are held, those of all ranks if they are `summed`.
 
     Args:
         collected (`torch.Tensor`): `[layers, n, ...]`, the rows.
@@ -415,7 +432,10 @@ def _choose(
         slots (`slice`): the slots.
     """
     chosen = collected.index_select(1, order)
-    held[:, slots] = chosen.masked_fill_(others.view(1, -1, *[1] * (held.dim() - 2)), 0)
+    chosen.masked_fill_(others.view(1, -1, *[1] * (held.dim() - 2)), 0)
+    if summed:
+        dist.all_reduce(chosen)
+    held[:, slots] = chosen
 
 
 @dataclass
@@ -474,7 +494,7 @@ class Draw:
         """
         place, source = self.kept.place_of(layer, sequences, rows), self.source(sequences)
         Slots(place.slots, source, self.factor).put_all(rows)
-        return place.held
+        return place.fetched()
 
     def exchange_in_kernel(self, layer: int, g: torch.Tensor, a: torch.Tensor) -> tuple[SampleRows, Into] | None:
         """
@@ -485,7 +505,8 @@ class Draw:
         place = self.kept.places.get(layer) or self.kept.place_of(layer, 0, {"g": g, "a": a})
         if place.held is None or place.dtype is not g.dtype or self.factor != 1:
             return None
-        return place.held, (place.slots["g"], place.slots["a"], self.source().numbers)
+        held: Any = place.fetched()
+        return held, (place.slots["g"], place.slots["a"], self.source().numbers)
 
     def is_plain(self, layer: int) -> bool:
         """Whether the layer is measured with rows from before, and its own are kept as they are."""
@@ -522,7 +543,7 @@ class Draw:
             row_of (`torch.Tensor`): `[N]`, the row of each position at this layer; `-1` where it has none.
         """
         place = self.kept.place_of(layer, 0, like)
-        return Slots(place.slots, self.source().moved(row_of), self.factor, place.held)
+        return Slots(place.slots, self.source().moved(row_of), self.factor, place.fetched())
 
     def exchange_routed(
         self, layer: int, g: torch.Tensor, a: torch.Tensor, choices: torch.Tensor, places: torch.Tensor
@@ -543,13 +564,13 @@ class Draw:
             place = self.kept.place_of(layer, 0, like)
         if self.factor == 1 and kernels.take_routed(g, a, place.slots):
             kernels.put_routed(place.slots, g, a, choices, places, source.numbers)
-            return place.held
+            return place.fetched()
         source.put(place.slots["choices"], choices)
         by_choice = source.numbers.unsqueeze(1)
         rows = torch.where(by_choice < 0, by_choice, places.view(-1, k)[source.rows])
         by_row = {name: place.slots[name].flatten(0, 1) for name in ("g", "a")}
         Slots(by_row, reservoir.Source(rows.reshape(-1), fills=True), self.factor).put_all({"g": g, "a": a})
-        return place.held
+        return place.fetched()
 
 
 @dataclass

@@ -171,6 +171,7 @@ class ISOPOTrainer(GRPOTrainer):
             fisher_samples=args.fisher_samples,
             fisher_scope=args.fisher_scope,
             fisher_steps=args.fisher_steps,
+            fisher_offload=args.fisher_offload,
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)

@@ -438,6 +438,24 @@ def test_the_backward_waits_for_the_device_no_more_often_than_grpo(rule, lora, t
     assert counts[1] <= counts[0]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_rows_that_are_held_in_the_hosts_memory_are_the_same(family, tmp_path):
+    batch, inputs = batch_on("cuda")
+    results = []
+    for offload in (False, True):
+        settings = {"fisher_samples": 8, "fisher_offload": offload, "router_aux_loss_coef": 0.0}
+        trainer = trainer_for(tiny.model(family), tmp_path, **settings)
+        for _ in range(3):
+            trainer.model.zero_grad()
+            trainer.compute_loss(trainer.model, inputs).backward()
+            trainer.isopo.end()
+            trainer.isopo.step()
+        held = [x for rows in trainer.isopo._kept._held.values() for x in rows.values()]
+        assert held and all(x.is_pinned() if offload else x.is_cuda for x in held)
+        results.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+    assert (results[1] - results[0]).norm() / results[0].norm() < 1e-4
+
+
 def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
     _, inputs = batch_on("cuda")
     results = []

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isopo_trl import ISOPO, checkpoints
 from isopo_trl.geometry.routing import Routing
-from isopo_trl.geometry.sequences import Sequences
-from isopo_trl.kept_rows import KeptRows
+from isopo_trl.geometry.sequences import SampleRows, Sequences
+from isopo_trl.kept_rows import KeptRows, Place
 from tests import oracle, tiny, training
 from tests.test_step_scope import sampled_positions
 
@@ -76,9 +76,10 @@ def test_the_constant_of_the_loss_is_no_part_of_the_rows():
     check(model, second.expected(first.rows(6)))
 
 
-def test_rows_reach_as_many_steps_back_as_is_asked_for():
+@pytest.mark.parametrize("offload", [False, True])
+def test_rows_reach_as_many_steps_back_as_is_asked_for(offload):
     """Of six rows, each step replaces two; the first fills all of them."""
-    model, isopo = attached(fisher_steps=3)
+    model, isopo = attached(fisher_steps=3, fisher_offload=offload)
     steps = [Step(number) for number in range(6)]
     rows = steps[0].rows(6)
     steps[0].run(model, isopo)
@@ -89,9 +90,18 @@ def test_rows_reach_as_many_steps_back_as_is_asked_for():
         rows = torch.cat([rows[: 2 * turn], step.rows(2), rows[2 * turn + 2 :]])
 
 
-def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind():
+def test_rows_in_the_hosts_memory_are_brought_to_where_the_layer_is():
+    held = SampleRows(torch.ones(2, 3), torch.ones(2, 4))
+    found = Place(held, {"g": torch.empty(2, 3, device="meta")}, torch.float32).fetched()
+    assert found.g.device.type == found.a.device.type == "meta" and found.choices is None
+    assert (found.g.shape, found.a.shape) == ((2, 3), (2, 4))
+    assert Place(held, {"g": torch.empty(2, 3)}, torch.float32).fetched() is held
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind(offload):
     """Six rows are asked for, and the third step has four positions; memory is that of the first one's rows."""
-    model, isopo = attached()
+    model, isopo = attached(fisher_offload=offload)
     steps = [Step(number) for number in range(4)]
     for step in steps[:2]:
         step.run(model, isopo)
@@ -108,7 +118,8 @@ def test_a_resumed_run_goes_on_bit_for_bit():
         step.run(model, isopo, (0.5,) * B)
         if step.number == 2:
             saved = isopo.state_dict()
-    again, resumed = attached(fisher_steps=2, scale="relative", regularization=0.1)
+    # Where rows lie in the meantime is nothing that a checkpoint knows
+    again, resumed = attached(fisher_steps=2, scale="relative", regularization=0.1, fisher_offload=True)
     resumed.load_state_dict(saved)
     for found, expected in zip(flat(resumed.state_dict()), flat(saved), strict=True):
         assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected

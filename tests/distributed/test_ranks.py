@@ -182,7 +182,7 @@ def assert_gradients_of_the_step(two, rule, lora):
         if p.requires_grad:
             p.grad = first["gradients"][name]
     step_scope.check(model, step_scope.of(model, expected))
-    for steps_back, of_layers in first["rows"].items():
+    for (steps_back, offload), of_layers in first["rows"].items():
         model = step_scope.build(lora)
         settings = {"fisher_samples": step_scope.SAMPLES, "fisher_scope": "step", "fisher_steps": steps_back}
         isopo = ISOPO(model, rule, seed=42, **settings)
@@ -191,7 +191,7 @@ def assert_gradients_of_the_step(two, rule, lora):
         one = isopo.state_dict()["rows"]["rows"]
         for layer, rows in of_layers.items():
             for name, x in rows.items():
-                assert torch.equal(x, second["rows"][steps_back][layer][name]), f"{name} of {layer} differs"
+                assert torch.equal(x, second["rows"][steps_back, offload][layer][name]), f"{name} of {layer} differs"
                 torch.testing.assert_close(x, one[layer][name], rtol=1e-9, atol=1e-12)
 
 
