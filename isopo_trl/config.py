@@ -87,8 +87,8 @@ class ISOPOConfig(GRPOConfig):
             whose norm is small compared with the running mean keep their size. Requires `regularization > 0`. The two
             differ by a factor per layer, which `scale="relative"` divides out: it matters with `scale="paper"`.
         fisher_samples (`int`, *optional*, defaults to `64`):
-            Number of token positions per microbatch at which the Fisher metric is taken (250 in the author's code).
-            More than there are means all of them.
+            Number of token positions at which the Fisher metric is taken (250 in the author's code). More than there
+            are means all of them.
         fisher_scope (`str`, *optional*):
             Where these positions are from. `"step"`: all microbatches and ranks of the optimizer step before, whose
             inputs and cotangents at these positions are kept for each layer, so that no coefficient depends on how
@@ -223,8 +223,8 @@ class ISOPOConfig(GRPOConfig):
     fisher_samples: int = field(
         default=64,
         metadata={
-            "help": "Number of token positions per microbatch at which the Fisher metric is taken. More than there "
-            "are means all of them."
+            "help": "Number of token positions at which the Fisher metric is taken. More than there are means all of "
+            "them."
         },
     )
     fisher_scope: str | None = field(
