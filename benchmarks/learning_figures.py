@@ -85,10 +85,11 @@ def starts(rows: dict[str, dict[float, list[Result]]], start: Result | None, fil
         rates = sorted(by_rate)
         values = [[100 * r["test"]["accuracy"] for r in by_rate[rate]] for rate in rates]
         style = "o-" if method.endswith("_kl") else "s--"
-        runs = sum(map(len, values))
+        fewest, most = min(map(len, values)), max(map(len, values))
+        seeds = f"n = {fewest}" if fewest == most else f"n = {fewest} to {most}"
         middle = list(map(median, values))
         axis.plot(rates, middle, style, color=color(method))
-        names.append((rates[-1], middle[-1], f"{_in_words(method)} (n = {runs})", method))
+        names.append((rates[-1], middle[-1], f"{_in_words(method)} ({seeds})", method))
         axis.fill_between(
             rates, list(map(min, values)), list(map(max, values)), color=color(method), alpha=0.12, linewidth=0
         )
