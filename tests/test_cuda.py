@@ -296,7 +296,7 @@ def run_experts(device, rule, dtype=torch.bfloat16, experts=32, k=4, hidden=64, 
     choices = torch.rand(N, experts - 1, generator=generator).topk(k).indices.to(device)
     weights = torch.rand(N, k, generator=generator).bfloat16().to(device, dtype)
     advantages = torch.tensor([1.0, -0.5, 2.0, 0.7], device=device)
-    isopo = ISOPO(model, rule, fisher_samples=50)
+    isopo = ISOPO(model, rule, fisher_samples=50, fisher_scope="microbatch")
     for _ in range(2):  # once to compile
         model.zero_grad()
         with isopo.microbatch(advantages, attention_mask=torch.ones(m, T, device=device)):

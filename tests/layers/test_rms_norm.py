@@ -423,7 +423,7 @@ def heads_first(x):
 )
 def test_a_frozen_norm_gives_what_the_module_gives(kind, turn, calls):
     model = with_frozen(kind)
-    isopo = ISOPO(model, "fisher", fisher_samples=7)
+    isopo = ISOPO(model, "fisher", fisher_samples=7, fisher_scope="microbatch")
     mine = train(model, isopo, inputs(B, T), turn=turn)
     assert calls == ["_FrozenRMSNorm"]
     for layer in isopo._shortcuts:
