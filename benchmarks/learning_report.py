@@ -371,8 +371,8 @@ class Report:
             # At the rate of most seeds, where there is more than one
             candidates = [label for label in block if baseline and label.startswith(baseline)]
             base = max(candidates, key=lambda label: len(block[label]), default=None)
-            other = next((label for label in block if label.startswith(of_all)), None)
-            lines += ["", *self.comparison(block, base or other or next(iter(block)))]
+            other = next((label for label in block if label.startswith(of_all)), next(iter(block)))
+            lines += ["", *self.comparison(block, base or other)]
         return "\n".join([*lines, *self.missing(groups)])
 
     def trained(self, task: str) -> list[Result]:

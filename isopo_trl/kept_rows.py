@@ -324,7 +324,7 @@ class KeptRows:
             rooms = [-(-size // self.steps) for size in sizes]
             kinds = [(len(layers), shape[1:]) for shape, layers in by_shape.items()]
             where = torch.device("cpu") if self.offload else device
-            flat, held = _cut(kinds, sizes, dtype, where, pinned=where != device)
+            flat, held = _cut(kinds, sizes, dtype, where, pinned=self.offload and device.type == "cuda")
             flat_collected, free = _cut(kinds, rooms, dtype, device)
             self._flat.append(flat)
             self._flat_collected.append(flat_collected)

@@ -440,7 +440,7 @@ def test_the_backward_waits_for_the_device_no_more_often_than_grpo(rule, lora, t
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_rows_that_are_held_in_the_hosts_memory_are_the_same(family, tmp_path):
-    batch, inputs = batch_on("cuda")
+    _, inputs = batch_on("cuda")
     results = []
     for offload in (False, True):
         settings = {"fisher_samples": 8, "fisher_offload": offload, "router_aux_loss_coef": 0.0}
