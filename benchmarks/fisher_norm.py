@@ -77,28 +77,29 @@ class Batch:
 
 def sampled(model: nn.Module, tokenizer: Any, questions: list[Any], generations: int, tokens: int) -> Batch:
     """Completions of the model's own, at temperature 1, so that the policy is where it was sampled from."""
-    rows, prompts = [], []
-    for question in questions:
-        ids = prompt_ids(tokenizer, question).to(model.device)
-        with torch.no_grad():
-            output = model.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                num_return_sequences=generations,
-                max_new_tokens=tokens,
-                pad_token_id=tokenizer.eos_token_id,
-            )
-        for row in output.tolist():
-            completion = row[ids.shape[1] :]
-            if tokenizer.eos_token_id in completion:  # the end is part of the completion, padding is not
-                completion = completion[: completion.index(tokenizer.eos_token_id) + 1]
-            rows.append(row[: ids.shape[1]] + completion)
-            prompts.append(ids.shape[1])
-    return padded(rows, prompts, model.device)
+    end = tokenizer.eos_token_id
+    asked = [prompt_ids(tokenizer, question)[0].tolist() for question in questions for _ in range(generations)]
+    longest = max(map(len, asked))
+    ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in asked], device=model.device)
+    starts = torch.tensor([longest - len(prompt) for prompt in asked], device=model.device)
+    with torch.no_grad():
+        output = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=(torch.arange(longest, device=model.device) >= starts.unsqueeze(1)).long(),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=tokens,
+            pad_token_id=end,
+        )
+    rows = []
+    for prompt, row in zip(asked, output.tolist(), strict=True):
+        completion = row[longest:]
+        if end in completion:  # the end is part of the completion, padding is not
+            completion = completion[: completion.index(end) + 1]
+        rows.append(prompt + completion)
+    return padded(rows, [len(prompt) for prompt in asked], model.device)
 
 
 def padded(rows: list[list[int]], prompts: list[int], device: Any = None) -> Batch:

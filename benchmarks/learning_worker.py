@@ -87,7 +87,7 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         "model_init_kwargs": {"dtype": "float32"},
     }
     if settings["vllm"]:
-        # A share of memory that must be free at the start; what is taken is less, see `fix_kv_cache`
+        # A share of memory that must be free at the start; what is taken is less, see `spare_vllm`
         arguments |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.07}
         arguments |= {"vllm_max_model_length": 1024}
     if settings["trainer"] == "grpo":
@@ -97,9 +97,10 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
     return ISOPOConfig(**arguments, **{"skip_zero_advantage": False, **of_isopo})
 
 
-def fix_kv_cache(gib: float) -> None:
+def spare_vllm(gib: float) -> None:
     """
-    Give colocated vLLM a cache of this size, instead of what it finds free.
+    Give colocated vLLM a cache of this size, instead of what it finds free, and no texts to write, which nobody reads:
+    TRL takes the tokens.
 
     Measuring what is free takes for granted that no other process changes what it holds, which several runs on one GPU
     do. TRL has no setting for it.
@@ -107,6 +108,7 @@ def fix_kv_cache(gib: float) -> None:
     import trl.generation.vllm_generation as generation
 
     generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=int(gib * 2**30))
+    generation.SamplingParams = functools.partial(generation.SamplingParams, detokenize=False)
 
 
 class Recorded:
@@ -236,7 +238,7 @@ def work(
 
         model = embedded.model_path()
     if settings["vllm"] and settings.get("kv_cache_gib") and attempt == 1:
-        fix_kv_cache(settings["kv_cache_gib"])
+        spare_vllm(settings["kv_cache_gib"])
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(settings, str(model), train, folder)
         batch_size = len(tests) if settings["vllm"] else None

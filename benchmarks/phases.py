@@ -213,7 +213,7 @@ def train(method: str, options: argparse.Namespace) -> dict[str, Any]:
 
         model = embedded.model_path()
     if settings["vllm"]:
-        learning_worker.fix_kv_cache(settings["kv_cache_gib"])
+        learning_worker.spare_vllm(settings["kv_cache_gib"])
 
     def now() -> float:
         if torch.cuda.is_available():

@@ -38,6 +38,29 @@ def gradients(fisher_norm, model, batch, name):
     return torch.stack(rows)
 
 
+def test_completions_are_the_models_own_and_end_where_they_end(fisher_norm):
+    torch.manual_seed(0)
+    tokenizer = tiny.tokenizer()
+    model = tiny.model("qwen3").eval()
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] = model.lm_head.weight.mean(0)  # ends often, and not at once
+    questions = [[{"role": "user", "content": text}] for text in ("1 + 2", "1 + 2 + 3 + 4 + 5")]
+    batch = fisher_norm.sampled(model, tokenizer, questions, generations=8, tokens=40)
+    asked = [fisher_norm.prompt_ids(tokenizer, question)[0].tolist() for question in questions for _ in range(8)]
+    assert batch.prompts == [len(prompt) for prompt in asked] and len(set(batch.prompts)) == 2
+    completions = []
+    for row, length, prompt in zip(batch.ids.tolist(), batch.lengths, asked, strict=True):
+        assert row[: len(prompt)] == prompt
+        completions.append(tuple(row[len(prompt) : length]))
+    ends = [
+        completion.index(tokenizer.eos_token_id) for completion in completions if tokenizer.eos_token_id in completion
+    ]
+    ended = [completion for completion in completions if completion[-1] == tokenizer.eos_token_id]
+    assert 0 < len(ends) == len(ended) and ends == [len(completion) - 1 for completion in ended]
+    assert all(len(completion) == 40 for completion in completions if completion not in ended)
+    assert len(set(completions)) > 8
+
+
 def test_norms_are_those_of_each_sequence_alone(fisher_norm, model, batch):
     names = fisher_norm.chosen_layers(model, 1)
     norms = fisher_norm.package_norms(model, batch)
