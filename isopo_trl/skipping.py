@@ -80,9 +80,10 @@ class Skipping(TrainerCallback):
     so that the last, in which ranks exchange gradients, is not empty unless all are.
 
     All ranks make the same number of passes, as DDP, FSDP2 and DeepSpeed need. A rank that has too few sequences for
-    that takes one without an advantage, with weight 0: it has no gradient, and counts in nothing but TRL's entropy and
-    clip ratios. Texts that were among images take one with an image along in the same way: models take a list of
-    images, but not an empty one, and the vision tower is to have a gradient, if of zero, as in the whole batch.
+    that takes one without an advantage, with weight 0: it has no gradient, and counts in nothing but figures of TRL's
+    own, such as the entropy. Texts that were among images take one with an image along in the same way: models take a
+    list of images, but not an empty one, and the vision tower is to have a gradient, if of zero, as in the whole
+    batch.
 
     Args:
         trainer ([`ISOPOTrainer`]): the trainer.

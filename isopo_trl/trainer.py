@@ -622,8 +622,8 @@ class _Forward:
         self.differentiated: list[torch.Tensor] = []
 
     def __call__(self, outputs: trl_seam.Outputs) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        self.outputs, logps, mask = outputs, outputs.logps, self._batch.scored
-        self.broken = (~torch.isfinite(logps.detach()) & mask.bool()).any(dim=1).sum()
+        self.outputs, logps, mask = outputs, outputs.logps, self._batch.counted
+        self.broken = (~torch.isfinite(logps.detach()) & self._batch.scored.bool()).any(dim=1).sum()
         if self._asks_older and not is_fresh(self._batch, self._optimizer_steps):
             self.older = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
         if self._watched:

@@ -249,9 +249,7 @@ class Batch(dict):
     @property
     def sampled_mask(self) -> torch.Tensor:
         """`[B, P + C]`, nonzero at positions of sequences that count: of others, no gradient is sampled."""
-        weights = self.loss_weights
-        mask = self.attention_mask
-        return mask * (weights != 0).unsqueeze(1).to(mask) if isinstance(weights, torch.Tensor) else mask
+        return self._of_those_that_count(self.attention_mask)
 
     @property
     def keys_of_content(self) -> torch.Tensor:
@@ -262,6 +260,11 @@ class Batch(dict):
     def scored(self) -> torch.Tensor:
         """`[B, C]`, nonzero at the tokens that the loss is made of: those of a completion that no tool wrote."""
         return self["completion_mask"] * self.get("tool_mask", 1)
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """`[B, C]`, nonzero at the scored tokens of sequences that count: others tell nothing of the batch."""
+        return self._of_those_that_count(self.scored)
 
     @property
     def sampler_logps(self) -> torch.Tensor | None:
@@ -291,6 +294,10 @@ class Batch(dict):
     @loss_weights.setter
     def loss_weights(self, weights: torch.Tensor) -> None:
         self["loss_weights"] = weights
+
+    def _of_those_that_count(self, mask: torch.Tensor) -> torch.Tensor:
+        weights = self.loss_weights
+        return mask * (weights != 0).unsqueeze(1).to(mask) if isinstance(weights, torch.Tensor) else mask
 
     def with_advantages(self, advantages: torch.Tensor) -> "Batch":
         """A copy with other advantages `[B]`."""

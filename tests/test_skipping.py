@@ -277,6 +277,33 @@ def test_a_sequence_that_fills_in_has_no_gradient_and_counts_nowhere(rule, tmp_p
     assert not running["mean"].any() and (rule == "none" or not any(running["known"]))
 
 
+@pytest.mark.parametrize("weighting", ["p3o", "sampler", "kpo"])
+def test_tokens_of_a_sequence_that_fills_in_are_neither_drift_nor_weighed(weighting, tmp_path):
+    def drawn(batch):
+        noise = torch.randn(batch.completion_mask.shape, generator=torch.Generator().manual_seed(7))
+        return -4.6 + noise * torch.tensor([[0.1], [0.1], [2.0]])[: len(noise)]
+
+    found = []
+    for fills_in in (False, True):
+        settings = {"token_weights": weighting, "target_kl": 1e-3, "num_iterations": 2, "loss_type": "grpo"}
+        trainer = training.prepared(training.build(tmp_path, tiny.model("qwen3"), rule="none", **settings))
+        batch = generation([0.5, -1.0, 0.0], sampling_per_token_logps=drawn)
+        batch["advantages"] = batch["advantages"].float()
+        weights = torch.tensor([1.5, 1.5, 0.0])
+        if not fills_in:
+            batch = {name: x[:2] if x.dim() else x for name, x in batch.items()}
+            weights = torch.ones(2)
+        loss, gradients = training.gradients(trainer, {**batch, "loss_weights": weights})
+        drift = trainer.step_control.behaviour._sums
+        found.append((loss, gradients, trainer.weighting.step(), drift))
+    (loss, gradients, figures, drift), (again, others, same, filled) = found
+    assert drift[1] == batch["completion_mask"][:2].sum()
+    torch.testing.assert_close(filled, drift, rtol=1e-5, atol=0)
+    assert figures
+    torch.testing.assert_close(same, figures, rtol=1e-5, atol=0)
+    assert again == pytest.approx(loss, rel=1e-5) and training.distance(others, gradients) < 1e-5
+
+
 # What is left out, and how the rest is packed
 
 
