@@ -285,8 +285,6 @@ class KeptRows:
                 for name, buffer in held.items():
                     own = rows[layer][name].unsqueeze(0)
                     _choose(own, buffer.unsqueeze(0), *orders[self._set_of[layer]], summed)
-        for flat in self._flat_collected:
-            flat.zero_()  # where a step fills no slot
         if world > 1 and not summed:
             # Awaited when the next microbatch begins; meanwhile the optimizer steps
             self._exchange = [dist.all_reduce(flat, async_op=True) for flat in self._flat]
@@ -428,7 +426,7 @@ def _choose(
         collected (`torch.Tensor`): `[layers, n, ...]`, the rows.
         held (`torch.Tensor`): `[layers, slots, ...]`, where they go.
         order (`torch.Tensor`): which row each slot gets.
-        others (`torch.Tensor`): which slots are another rank's to fill.
+        others (`torch.Tensor`): which slots are another rank's to fill, or nobody's.
         slots (`slice`): the slots.
     """
     chosen = collected.index_select(1, order)
