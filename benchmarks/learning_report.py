@@ -278,8 +278,18 @@ class Report:
         for _, labels in itertools.groupby(rows, lambda label: (label.split(", ")[0], label.split(", ")[-1])):
             block = {label: rows[label] for label in labels}
             lines += ["", *self.comparison(block, next((label for label in block if "λ = 0," in label), None))]
+            lines += self.against_grpo(block)
         lines += ["", *self.tail(dict(rows))]
         return "\n".join([*lines, *self.missing(("first_lambda", "tail", "lambda"))])
+
+    def against_grpo(self, block: Rows) -> list[str]:
+        """A sentence on what rows of one rate are beside GRPO at that rate."""
+        (rate,) = {r["settings"]["learning_rate"] for results in block.values() for r in results}
+        of_grpo = [r for r in self.trained("gsm8k") if variant(r) == "grpo" and r["settings"]["learning_rate"] == rate]
+        if not of_grpo:
+            return []
+        parts = [f"{label}: {difference_of_tests(results, of_grpo)}" for label, results in block.items()]
+        return ["", f"Accuracy, difference from `grpo` at that rate in points: {'; '.join(parts)}."]
 
     def start_rows(self) -> dict[str, dict[float, list[Result]]]:
         """Runs of the group `starts` that are made, by method and starting rate."""

@@ -38,15 +38,25 @@ def gradients(fisher_norm, model, batch, name):
     return torch.stack(rows)
 
 
-def test_completions_are_the_models_own_and_end_where_they_end(fisher_norm):
+def test_completions_are_the_models_own_and_end_where_they_end(fisher_norm, monkeypatch):
     torch.manual_seed(0)
     tokenizer = tiny.tokenizer()
     model = tiny.model("qwen3").eval()
     with torch.no_grad():
         model.lm_head.weight[tokenizer.eos_token_id] = model.lm_head.weight.mean(0)  # ends often, and not at once
     questions = [[{"role": "user", "content": text}] for text in ("1 + 2", "1 + 2 + 3 + 4 + 5")]
+    seen, generate = [], model.generate
+    monkeypatch.setattr(
+        model,
+        "generate",
+        lambda ids, attention_mask, **options: (
+            seen.extend(row[mask.bool()].tolist() for row, mask in zip(ids, attention_mask, strict=True))
+            or generate(ids, attention_mask=attention_mask, **options)
+        ),
+    )
     batch = fisher_norm.sampled(model, tokenizer, questions, generations=8, tokens=40)
     asked = [fisher_norm.prompt_ids(tokenizer, question)[0].tolist() for question in questions for _ in range(8)]
+    assert seen == asked  # padding is masked, and nothing else
     assert batch.prompts == [len(prompt) for prompt in asked] and len(set(batch.prompts)) == 2
     completions = []
     for row, length, prompt in zip(batch.ids.tolist(), batch.lengths, asked, strict=True):

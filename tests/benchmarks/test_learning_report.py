@@ -242,6 +242,18 @@ def test_the_tail_of_the_multipliers_is_that_of_the_steps(report, many):
         assert numbers(cell) == pytest.approx([np.median(values), min(values), max(values)], abs=rounding)
 
 
+def test_every_lambda_is_set_beside_grpo_at_its_rate(report):
+    draw = random.Random(6)
+    ours = made_up("fisher", 2e-6, 0, draw, regularization=0.1)
+    same, other = made_up("grpo", 2e-6, 0, draw), made_up("grpo", 1e-6, 0, draw)
+    difference = 100 * (ours["test"]["accuracy"] - same["test"]["accuracy"])
+    for results, told in (((ours, other), False), ((ours, same, other), True)):
+        _, page = report(*results)
+        text = page.partition("\n## Lambda\n")[2].partition("\n## ")[0]
+        assert (f"`grpo` at that rate in points: fisher, λ = 0.1, 2e-6: {difference:+.1f} [" in text) == told
+        assert ("at that rate" in text) == told
+
+
 def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(report, many, capsys):
     status, page = report(*many)
     assert status == 0 and "15 of 15 comparable runs" in page
