@@ -12,8 +12,8 @@ End = tuple[float, float, str, str]  # where a line ends, what it is called, and
 # One colour per method, whichever of them are there
 COLORS = dict(
     zip(
-        ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean", "fisher_kl", "reinforce_kl"),
-        ("#444444", "#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7", "#0072b2", "#999999"),
+        ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean"),
+        ("#444444", "#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7"),
         strict=True,
     )
 )
@@ -84,12 +84,12 @@ def starts(rows: dict[str, dict[float, list[Result]]], start: Result | None, fil
     for method, by_rate in rows.items():
         rates = sorted(by_rate)
         values = [[100 * r["test"]["accuracy"] for r in by_rate[rate]] for rate in rates]
-        style = "o-" if method.endswith("_kl") else "s--"
+        style = "o-" if has_target(method) else "s--"
         fewest, most = min(map(len, values)), max(map(len, values))
         seeds = f"n = {fewest}" if fewest == most else f"n = {fewest} to {most}"
         middle = list(map(median, values))
         axis.plot(rates, middle, style, color=color(method))
-        names.append((rates[-1], middle[-1], f"{_in_words(method)} ({seeds})", method))
+        names.append((rates[-1], middle[-1], f"{method} ({seeds})", method))
         axis.fill_between(
             rates, list(map(min, values)), list(map(max, values)), color=color(method), alpha=0.12, linewidth=0
         )
@@ -110,8 +110,9 @@ def at(result: Result, step: int) -> dict[str, Any]:
     return next(v for v in result["validations"] if v["step"] == step)
 
 
-def _in_words(method: str) -> str:
-    return f"{method.removesuffix('_kl')}, target_kl" if method.endswith("_kl") else method
+def has_target(label: str) -> bool:
+    """Whether runs of this label have a target for their steps."""
+    return ", target " in label
 
 
 def spread_out(values: list[float], gap: float) -> list[float]:

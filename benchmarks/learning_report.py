@@ -29,6 +29,7 @@ Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
 OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation", "grouped")
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
+START_GROUPS = ("starts", "careful_starts")
 MAIN_GROUPS = ("first", "rates", "seeds", "seeds_of_others", "rates_of_euclidean", "divergence")
 
 
@@ -42,7 +43,7 @@ def main(matrix: Path, results: Path, docs: Path) -> int:
     figures = report.figures(docs)
     head, rest = text.split(BEGIN)
     page.write_text(head + BEGIN + "\n\n" + report.text(figures) + "\n" + END + rest.split(END)[1])
-    differing = report.unequal_prompts()
+    differing = report.unequal_prompts() + report.unequal_settings()
     for line in differing:
         print(f"learning.py: {line}", file=sys.stderr)
     return 1 if differing else 0
@@ -93,7 +94,7 @@ class Report:
             names.append(learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"))
             names.append(learning_figures.divergence(rows, self.start, docs / "results_divergence.png"))
         starts = self.start_rows()
-        if any(method.endswith("_kl") for method in starts):
+        if any(learning_figures.has_target(label) for label in starts):
             names.append(learning_figures.starts(starts, self.start, docs / STARTS))
         return names
 
@@ -181,6 +182,16 @@ class Report:
                 place = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
                 if place is not None:
                     lines.append(f"{other['name']} saw other prompts than {first['name']}, from {unit} {place} on")
+        return lines
+
+    def unequal_settings(self) -> list[str]:
+        """Runs that the matrix would make in another way by now, under the name that they have."""
+        lines = []
+        for run in self.matrix.runs(self.results):
+            if isinstance(run, Run) and run.name in self.results and run.settings["steps"]:
+                made = self.results[run.name]["settings"]
+                apart = [key for key in made if key in run.settings and made[key] != run.settings[key]]
+                lines += [f"{run.name} has {k}={made[k]}, the matrix says {run.settings[k]}: rename it" for k in apart]
         return lines
 
     # Sections
@@ -292,11 +303,13 @@ class Report:
         return ["", f"Accuracy, difference from `grpo` at that rate in points: {'; '.join(parts)}."]
 
     def start_rows(self) -> dict[str, dict[float, list[Result]]]:
-        """Runs of the group `starts` that are made, by method and starting rate."""
+        """Runs from several starting rates that are made, by method, with its target if it has one, and rate."""
         rows: dict[str, dict[float, list[Result]]] = {}
-        for run in self.matrix.runs(self.results, ["starts"]):
+        for run in self.matrix.runs(self.results, list(START_GROUPS)):
             if isinstance(run, Run) and run.name in self.results:
-                by_rate = rows.setdefault(run.method, defaultdict(list))
+                label, target = run.method.removesuffix("_kl"), run.settings.get("target_kl")
+                label += f", target {short_rate(target)}" if target else ""
+                by_rate = rows.setdefault(label, defaultdict(list))
                 by_rate[run.settings["learning_rate"]].append(self.results[run.name])
         return rows
 
@@ -304,15 +317,14 @@ class Report:
         """Test accuracy by method and starting rate, and how far each is from the best."""
         rows = self.start_rows()
         lines = ["## Starting learning rates"]
-        if not any(method.endswith("_kl") for method in rows):
-            return "\n".join([*lines, *self.missing(("starts",))])
+        if not any(map(learning_figures.has_target, rows)):
+            return "\n".join([*lines, *self.missing(START_GROUPS)])
         rates = sorted({rate for by_rate in rows.values() for rate in by_rate})
         best = max(fmean(map(accuracy, runs)) for by_rate in rows.values() for runs in by_rate.values())
         lines += [
             "",
             "Test accuracy, median and range over seeds, and in brackets the distance of the mean from the best mean "
-            f"of all, {percent(best)}, in points. `_kl` stands for steps with a target, `target_kl`, of "
-            f"{self.target_of(rows)} nats per token.",
+            f"of all, {percent(best)}, in points. A target is that of a step, `target_kl`, in nats per token.",
             "",
             *table(["method", *map(short_rate, rates)]),
         ]
@@ -322,21 +334,15 @@ class Report:
                 values = [100 * accuracy(r) for r in by_rate.get(rate, [])]
                 apart = f" [{fmean(values) - 100 * best:+.1f}], n = {len(values)}" if values else ""
                 cells.append(spread(values, "{:.1f} %") + apart if values else "not run")
-            lines.append(row([f"`{method}`", *cells]))
+            lines.append(row([method, *cells]))
         lines += ["", "What the steps were like:", "", *self.lengths(rows)]
         if STARTS in figures:
             caption = "Accuracy on test problems against the starting learning rate; median and range over seeds"
             lines += ["", f"![{caption}]({STARTS})"]
-        return "\n".join([*lines, *self.missing(("starts",))])
-
-    def target_of(self, rows: dict[str, dict[float, list[Result]]]) -> str:
-        targets = {
-            r["settings"].get("target_kl") for by_rate in rows.values() for runs in by_rate.values() for r in runs
-        }
-        return " and ".join(f"{target:g}" for target in sorted(known(targets)))
+        return "\n".join([*lines, *self.missing(START_GROUPS)])
 
     def targets(self) -> str:
-        """Runs of one start with different targets."""
+        """Runs of one start with different targets, which are compared on held-back problems."""
         default = self.matrix.content["methods"]["fisher_kl"]["target_kl"]
         rows: dict[float, Result] = {}
         for run in self.matrix.runs(self.results, ["targets", "starts"]):
@@ -347,11 +353,11 @@ class Report:
         lines = ["## Targets for a step"]
         if not set(rows) - {default}:
             return "\n".join([*lines, *self.missing(("targets",))])
-        lines += ["", *table(["`target_kl`", "n", "test accuracy", "KL from the start", *LENGTHS])]
+        lines += ["", *table(["`target_kl`", "n", "held back", "test accuracy", "KL from the start", *LENGTHS])]
         for target in sorted(rows):
             result = rows[target]
-            cells = [f"{target:g}", "1", percent(accuracy(result)), spread(known([kl(result)]), "{:.1f}")]
-            lines.append(row([*cells, *step_cells([result])]))
+            cells = [short_rate(target), "1", percent(held_back_score(result)), percent(accuracy(result))]
+            lines.append(row([*cells, spread(known([kl(result)]), "{:.1f}"), *step_cells([result])]))
         return "\n".join([*lines, *self.missing(("targets",))])
 
     def lengths(self, rows: dict[str, dict[float, list[Result]]]) -> list[str]:

@@ -306,7 +306,7 @@ def started(method, rate, seed, draw, **changed):
     name = f"{method}{''.join(f'-target{value}' for value in changed.values())}-lr{rate:.0e}-seed{seed}"
     result |= {"name": name.replace("e-0", "e-")}
     if method.endswith("_kl"):
-        result["settings"] = result["settings"] | {"method": method, "target_kl": 1e-4} | changed
+        result["settings"] = result["settings"] | {"method": method, "target_kl": 3e-4} | changed
         lengths = [1e-4 * draw.random() for _ in range(50)]
         kept = [1.0 if draw.random() < 0.9 else 0.5 for _ in range(50)]
         rates = [1e-6 * draw.random() for _ in range(50)]
@@ -325,15 +325,16 @@ def test_starting_rates_are_compared_with_the_best_of_all(report):
     _, page = report(before_training(), *itertools.chain(*runs.values()))
     rows = rows_of(page, "Starting learning rates")
     means = {key: 100 * np.mean([r["test"]["accuracy"] for r in own]) for key, own in runs.items()}
-    assert set(rows) == {"`fisher_kl`", "`fisher`", "`grpo`"} and rows["`grpo`"]["1e-5"] == "not run"
+    labels = {"fisher_kl": "fisher, target 3e-4", "fisher": "fisher", "grpo": "grpo"}
+    assert set(rows) == set(labels.values()) and rows["grpo"]["1e-5"] == "not run"
     for (method, rate), own in runs.items():
         values = [100 * r["test"]["accuracy"] for r in own]
-        cell = rows[f"`{method}`"][f"{rate:.0e}".replace("e-0", "e-")]
+        cell = rows[labels[method]][f"{rate:.0e}".replace("e-0", "e-")]
         expected = [np.median(values), min(values), max(values), means[method, rate] - max(means.values()), 3]
         assert numbers(cell) == pytest.approx(expected, abs=0.051)
     assert (report.docs / "results_starts.png").read_bytes().startswith(b"\x89PNG") and "](results_starts.png)" in page
     own = runs["fisher_kl", 1e-5]
-    line = next(line for line in page.splitlines() if line.startswith("| fisher_kl, 1e-5 |"))
+    line = next(line for line in page.splitlines() if line.startswith("| fisher, target 3e-4, 1e-5 |"))
     n, _, length, shortened, rate = (cell.strip() for cell in line.strip("|").split("|")[1:])
     assert n == "3"
     lengths = [np.mean(r["steps"]["step/kl"][25:]) for r in own]
@@ -351,8 +352,38 @@ def test_targets_of_one_start_stand_side_by_side(report):
     other = started("fisher_kl", 1e-6, 0, draw, target_kl=0.001)
     _, page = report(other, started("fisher_kl", 1e-6, 1, draw))
     rows = rows_of(page, "Targets for a step")
-    assert list(rows) == ["0.0001", "0.001"]
-    assert numbers(rows["0.001"]["test accuracy"]) == [pytest.approx(100 * other["test"]["accuracy"], abs=0.051)]
+    assert list(rows) == ["3e-4", "1e-3"]
+    assert numbers(rows["1e-3"]["test accuracy"]) == [pytest.approx(100 * other["test"]["accuracy"], abs=0.051)]
+    held_back = np.mean([validation["accuracy"] for validation in other["validations"]])
+    assert numbers(rows["1e-3"]["held back"]) == [pytest.approx(100 * held_back, abs=0.051)]
+
+
+def test_starts_with_another_target_have_a_row_of_their_own(report):
+    draw = random.Random(6)
+    careful, usual = (started("fisher_kl", 1e-7, 0, draw, **changed) for changed in ({"target_kl": 1e-4}, {}))
+    careful["name"] = "fisher_kl-target0.0001-lr1e-7-seed0"
+    status, page = report(careful, usual)
+    rows = rows_of(page, "Starting learning rates")
+    assert status == 0 and list(rows) == ["fisher, target 3e-4", "fisher, target 1e-4"]
+    for label, result in (("fisher, target 3e-4", usual), ("fisher, target 1e-4", careful)):
+        assert numbers(rows[label]["1e-7"])[0] == pytest.approx(100 * result["test"]["accuracy"], abs=0.051)
+
+
+def test_results_of_other_settings_than_the_matrix_has_now_are_named(report, capsys):
+    result = started("fisher_kl", 1e-7, 0, random.Random(7), target_kl=1e-4)
+    status, _ = report(result | {"name": "fisher_kl-lr1e-7-seed0"})
+    assert status == 1
+    assert "fisher_kl-lr1e-7-seed0 has target_kl=0.0001, the matrix says 0.0003" in capsys.readouterr().err
+
+
+def test_results_in_the_repository_are_as_the_matrix_has_them(learning_report):
+    from learning_matrix import Matrix, Run, read_results
+
+    matrix, results = Matrix.read(MATRIX), read_results(MATRIX.parent / "runs")
+    assert all(result["name"] == name for name, result in results.items())
+    assert set(results) <= {run.name for run in matrix.runs(results) if isinstance(run, Run)}
+    report = learning_report.Report(matrix, results, {})
+    assert report.unequal_settings() == [] and report.unequal_prompts() == []
 
 
 def test_the_same_results_give_the_same_page(of_many, report, many):
