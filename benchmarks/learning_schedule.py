@@ -91,6 +91,7 @@ class Schedule:
     second attempt lets vLLM measure the memory that is free, which works only while the others keep theirs: it is
     started when nobody else is starting or ending, and nobody starts beside.
 
+    Towards the deadline fewer than `parallel` are made at a time, and so faster, as long as that lets another one end.
     A run that is behind at its pace is given up before the deadline: the one that has most to do, so that the others,
     which are the faster for it, end in time. After that nothing is started. Where as many attempts as there are places
     failed and none got to its first step, the next ones would fail as well, and it ends at once.
@@ -169,15 +170,27 @@ class Schedule:
         """Runs, in order, that are neither made nor under way nor given up, and that can end before the deadline."""
         results = read_results(self.results)
         taken = {worker.run.name for worker in self.running} | set(results)
-        pace = max(self.paces, default=1.0)  # the slowest of this stretch says more than earlier ones
         return [
             run
             for run in self.matrix.runs(results, self.groups)
             if isinstance(run, Run)
             and run.name not in taken
             and self.failures.get(run.name, 0) < 2
-            and time.time() + pace * self._expected(run) < self.deadline
+            and self._can_end(run)
         ]
+
+    def _can_end(self, run: Run) -> bool:
+        """Before the deadline: beside as many as there may be, or beside those alone that are training now."""
+        left = self.deadline - time.time()
+        # The slowest of this stretch says more than earlier ones
+        if max(self.paces, default=1.0) * self._expected(run) < left:
+            return True
+        several = 1 + sum(ENDING not in worker.marks for worker in self.running)
+        if several >= self.parallel:
+            return False
+        # The last one of this stretch, as the slowest are those that had to compile; what is late is given up
+        pace = self.paces[-1] if self.paces else 1.0
+        return pace * self.matrix.expected_seconds(run, self.earlier, several, self.shared) < left
 
     def _expected(self, run: Run) -> float:
         return self.matrix.expected_seconds(run, self.earlier, self.parallel, self.shared)

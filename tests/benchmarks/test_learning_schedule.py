@@ -142,9 +142,9 @@ def test_the_first_run_of_a_stretch_counts_on_what_earlier_runs_took(scheduled, 
     (tmp_path / "runs").mkdir()
     seconds = {"total": 100.0, "train": 60.0}
     settings = {"task": "t", "steps": 1, "microbatch": 1}
-    earlier = {"settings": settings, "hardware": {"parallel": 2}, "seconds": seconds}
+    earlier = {"settings": settings, "hardware": {"parallel": 1}, "seconds": seconds}
     (tmp_path / "runs" / "earlier.json").write_text(json.dumps(earlier))
-    outcome, started, _ = scheduled(["a"], deadline=50.0, parallel=2)
+    outcome, started, _ = scheduled(["a"], deadline=50.0, parallel=1)
     assert outcome["made"] == [] and started == []
 
 
@@ -163,6 +163,40 @@ def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_pa
     deadline = time.time() + 6e6
     schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], deadline, 1, 0.0, tmp_path)
     schedule.paces += paces
+    assert bool(schedule._candidates()) == fits
+
+
+@pytest.mark.parametrize(
+    ("training", "ending", "paces", "fits"),
+    [
+        (0, 0, [], True),  # 5e6 s beside one other: as long as alone
+        (1, 0, [], True),
+        (2, 0, [], False),  # 6e6 s
+        (1, 2, [], True),  # those that end leave the machine to it
+        (1, 0, [2.0, 1.0], True),  # the last one was as fast as expected
+        (1, 0, [1.0, 2.0], False),
+    ],
+)
+def test_towards_the_deadline_fewer_at_a_time_are_started(tmp_path, training, ending, paces, fits):
+    """With four at a time, a run takes 8e6 s, and 5.5e6 are left."""
+    from learning_matrix import Matrix, Run
+    from learning_schedule import ENDING, Schedule, Worker
+
+    content = {
+        "defaults": {"task": "t", "steps": 1, "completions": 1, "microbatch": 1},
+        "tasks": {"t": {}},
+        "expected": {"start": 0, "end": 0, "step": 2e6, "microbatch": 0, "alone": 5e6},
+        "methods": {"a": {}},
+        "groups": [{"group": "all", "over": {"method": ["a"]}}],
+    }
+    schedule = Schedule(Matrix(content), tmp_path, lambda run, attempt: [], time.time() + 5.5e6, 4, 0.0, tmp_path)
+    schedule.paces += paces
+    for index in range(training + ending):
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        run = Run(f"b{index}", "all", "m", {"task": "t", "steps": 1, "microbatch": 1})
+        schedule.running.append(Worker(run, process, tmp_path / "log", time.time(), 1, 0, index))
+        schedule.running[-1].marks |= {ENDING} if index >= training else set()
     assert bool(schedule._candidates()) == fits
 
 
