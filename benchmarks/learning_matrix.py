@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -167,10 +168,15 @@ def run_name(method: str, given: dict[str, Any]) -> str:
                 raise ValueError(f"{key!r} has no place in a run's name: expected is one of {', '.join(SHORT)}.")
             parts.append(f"{SHORT[key]}{value}".replace("True", "").replace("False", "no"))
     if "learning_rate" in given:
-        parts.append(f"lr{float(given['learning_rate']):.0e}".replace("e-0", "e-"))
+        parts.append(f"lr{short_rate(given['learning_rate'])}")
     if "seed" in given:
         parts.append(f"seed{given['seed']}")
     return "-".join(parts)
+
+
+def short_rate(rate: float) -> str:
+    """As `2e-6`, with all its digits."""
+    return f"{Decimal(repr(float(rate))).normalize():e}"
 
 
 def held_back_score(result: dict[str, Any]) -> float:

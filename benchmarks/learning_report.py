@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import learning_figures
-from learning_matrix import BEST, Matrix, Run, held_back_score, read_results
+from learning_matrix import BEST, Matrix, Run, held_back_score, read_results, short_rate
 from learning_statistics import bits, bootstrap_interval, crossed_interval, interval_over_problems, median, spearman
 
 
@@ -615,10 +615,6 @@ def same_task(result: Result) -> bool:
 def variant(result: Result) -> str:
     """A run's name without task, learning rate and seed."""
     return re.sub(r"(-tasksums)?(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
-
-
-def short_rate(rate: float) -> str:
-    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def labelled(result: Result, name: str) -> str:

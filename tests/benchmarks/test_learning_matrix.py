@@ -146,6 +146,13 @@ def test_each_method_has_the_same_grid_of_rates(matrix):
     assert len({frozenset(rates) for rates in grids.values()}) == 1
 
 
+def test_rates_that_are_close_to_each_other_have_names_of_their_own(learning_matrix):
+    rates = [1e-6, 1.5e-6, 2e-6, 2e-5, 1e-4, 2e-3, 0.5]
+    names = [learning_matrix.run_name("m", {"learning_rate": rate, "seed": 0}) for rate in rates]
+    expected = ["1e-6", "1.5e-6", "2e-6", "2e-5", "1e-4", "2e-3", "5e-1"]
+    assert names == [f"m-lr{rate}-seed0" for rate in expected]
+
+
 def test_starts_are_a_factor_of_a_hundred_apart_with_a_target_and_without(learning_matrix, matrix):
     runs = [run for run in matrix.runs({}, ["starts"]) if isinstance(run, learning_matrix.Run)]
     assert len(runs) == 45

@@ -361,7 +361,6 @@ def test_targets_of_one_start_stand_side_by_side(report):
 def test_starts_with_another_target_have_a_row_of_their_own(report):
     draw = random.Random(6)
     careful, usual = (started("fisher_kl", 1e-7, 0, draw, **changed) for changed in ({"target_kl": 1e-4}, {}))
-    careful["name"] = "fisher_kl-target0.0001-lr1e-7-seed0"
     status, page = report(careful, usual)
     rows = rows_of(page, "Starting learning rates")
     assert status == 0 and list(rows) == ["fisher, target 3e-4", "fisher, target 1e-4"]

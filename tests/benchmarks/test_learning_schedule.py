@@ -175,6 +175,7 @@ def test_the_slowest_run_of_this_stretch_says_more_than_what_was_expected(tmp_pa
         (1, 2, [], True),  # those that end leave the machine to it
         (1, 0, [2.0, 1.0], True),  # the last one was as fast as expected
         (1, 0, [1.0, 2.0], False),
+        (3, 0, [1.0, 0.5], False),  # there are as many as there may be: the slowest counts
     ],
 )
 def test_towards_the_deadline_fewer_at_a_time_are_started(tmp_path, training, ending, paces, fits):
