@@ -109,28 +109,6 @@ def spare_vllm(gib: float) -> None:
 
     generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=int(gib * 2**30))
     generation.SamplingParams = functools.partial(generation.SamplingParams, detokenize=False)
-    sample_without_the_host()
-
-
-def sample_without_the_host() -> None:
-    """
-    Let vLLM's sampler read temperatures and seeds from the GPU.
-
-    It has them in the memory of the host, and each block of 1,024 entries of the vocabulary reads them anew, for every
-    sequence and token. With seven runs on one GPU, 15 GB/s came from the host. The tokens are the same either way.
-    """
-    try:
-        from vllm.v1.worker.gpu.sample.states import SamplingStates
-    except ImportError:  # versions without that sampler
-        return
-    write = SamplingStates.apply_staged_writes
-
-    def apply_staged_writes(self: Any) -> None:
-        write(self)
-        for values in (self.temperature, self.seeds):
-            values.gpu = values.gpu.clone()
-
-    SamplingStates.apply_staged_writes = apply_staged_writes
 
 
 class Recorded:
