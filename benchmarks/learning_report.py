@@ -29,7 +29,7 @@ Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
 OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation", "grouped")
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
-START_GROUPS = ("starts", "careful_starts")  # of which the figure shows the first
+START_GROUPS = ("starts", "starts_without", "careful_starts")  # of which the figure shows the first two
 MAIN_GROUPS = ("first", "rates", "seeds", "seeds_of_others", "rates_of_euclidean", "divergence")
 
 
@@ -93,7 +93,7 @@ class Report:
         if rows:
             names.append(learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"))
             names.append(learning_figures.divergence(rows, self.start, docs / "results_divergence.png"))
-        starts = self.start_rows(START_GROUPS[:1])
+        starts = self.start_rows(START_GROUPS[:2])
         if any(learning_figures.has_target(label) for label in starts):
             names.append(learning_figures.starts(starts, self.start, docs / STARTS))
         return names

@@ -5,13 +5,17 @@ few of the sequences that the step was computed from.
 The sequences are scored twice, right before the step and right after it, in the same way: in one batch, by the same
 kernels, without dropout, and in float32 where the weights are (on GPUs, products in TF32). The log-probabilities of
 the training forward would not do: in bf16 large logits are rounded to steps of an eighth, and passes over different
-batches differ by more than a small step does. What is compared at each position is
+batches differ by more than a small step does.
 
-- the distribution over the vocabulary, where those of all positions fit into `LARGEST_DISTRIBUTIONS`: the divergence
-  given the text before is then exact;
-- else the log-probability of the token that stands there: with `d = log pi_after - log pi_before`, the mean of
-  `exp(d) - 1 - d` over tokens drawn by the policy before the step is its divergence, and no term is negative. Tokens
-  of stale data were drawn by an older policy: the mean is then taken over what that policy does.
+What is compared at a position is the distribution over the vocabulary, so that the divergence given the text before
+it is exact. Where those of all positions do not fit into `LARGEST_DISTRIBUTIONS`, as many positions as do are
+compared, at equal distances.
+
+The log-probabilities of the tokens that stand there are compared only where a model has no logits to give at chosen
+positions. With `d = log pi_after - log pi_before`, the mean of `exp(d) - 1 - d` is the divergence if the tokens are
+drawn by the policy before the step, and no term is negative. But the step was computed from these very tokens, and
+moves them further than others that might have been drawn, so the mean is too large; and a rare token among them counts
+as if it were frequent.
 
 The divergence of the step is the sum over positions divided by their number. Its standard error is that of a ratio of
 two sums over sequences: positions of one sequence are not independent.
@@ -31,12 +35,14 @@ from .step_size import Measurement
 
 # Elements, in float32, that the distributions of a rank's sequences may have, before and after the step each
 LARGEST_DISTRIBUTIONS = 2**26
+# Elements of them that are compared at a time, in float64
+COMPARED_AT_A_TIME = 2**22
 
 
 def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
     """
-    Which of `count` sequences of an optimizer step are measured: a share of them, at least one, at equal distances
-    from a place that is drawn for each step. The global random stream is not touched.
+    Which of `count` sequences of an optimizer step are measured, or of their positions: a share of them, at least one,
+    at equal distances from a place that is drawn for each step. The global random stream is not touched.
     """
     number = max(1, min(count, math.ceil(count * share)))
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
@@ -54,7 +60,9 @@ def divergences(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -
     """
     if before.dim() == 3:
         # In float32 the sum over the vocabulary would have an error of the size of a small divergence
-        each = torch.stack([_of_distributions(*rows) for rows in zip(before, after, strict=True)])
+        number = max(1, COMPARED_AT_A_TIME // before.size(-1))
+        parts = zip(*(logits.flatten(0, 1).split(number) for logits in (before, after)), strict=True)
+        each = torch.cat([_of_distributions(*rows) for rows in parts]).view(mask.shape)
     else:
         change = after.double() - before.double()
         each = torch.expm1(change) - change
@@ -64,7 +72,7 @@ def divergences(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -
 
 
 def _of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """`[C]`, from log-probabilities `[C, V]`; a token that cannot occur before the step adds nothing."""
+    """`[N]`, from log-probabilities `[N, V]`; a token that cannot occur before the step adds nothing."""
     before, after = before.double().log_softmax(-1), after.double().log_softmax(-1)
     terms = before.exp() * (before - after)
     return torch.where(before.isneginf(), 0.0, terms).sum(-1).clamp(min=0)
@@ -112,7 +120,7 @@ class StepKL:
         self._seen = 0
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
-        self._whole = False
+        self._columns: list[list[int]] | None = None  # of the completions in each batch, whose logits are compared
 
     def begin(self) -> None:
         """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
@@ -133,25 +141,37 @@ class StepKL:
 
     def score(self) -> None:
         """Before the step."""
-        self._batches = trl_seam.scored_together(self._trainer, self._batches)
-        most = max((trl_seam.distribution_size(self._trainer, batch) for batch in self._batches), default=0)
-        # Sharded models are gathered in both cases, but not in the same way
-        most = self._trainer.accelerator.gather(torch.tensor([most], device=self._trainer.accelerator.device)).max()
-        self._whole = 0 < int(most) <= LARGEST_DISTRIBUTIONS
+        trainer = self._trainer
+        self._batches = trl_seam.scored_together(trainer, self._batches)
+        sizes = [trl_seam.distribution_size(trainer, batch) for batch in self._batches]
+        # On all ranks alike: sharded models are gathered in both cases, but not in the same way
+        extremes = torch.tensor([min(sizes, default=0), sum(sizes)], device=trainer.accelerator.device)
+        extremes = trainer.accelerator.gather(extremes).view(-1, 2)
+        least, most = int(extremes[:, 0].min()), int(extremes[:, 1].max())
+        if least > 0:
+            share = min(1.0, LARGEST_DISTRIBUTIONS / most)
+            widths = [batch.completion_mask.size(1) for batch in self._batches]
+            self._columns = [drawn(width, share, trainer.state.global_step, trainer.args.seed) for width in widths]
         self._before = self._scores()
 
     def measure(self) -> Measurement:
         """After the step, as often as needed. The same on all ranks."""
         device = self._trainer.accelerator.device
-        parts = zip(self._batches, self._before, self._scores(), strict=True)
-        rows = [divergences(before, after, batch.scored) for batch, before, after in parts]
+        masks = [batch.scored for batch in self._batches]
+        if self._columns is not None:
+            masks = [mask[:, columns] for mask, columns in zip(masks, self._columns, strict=True)]
+        rows = [divergences(*part) for part in zip(self._before, self._scores(), masks, strict=True)]
         totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
 
     def _scores(self) -> list[torch.Tensor]:
-        score = trl_seam.log_distributions if self._whole else trl_seam.batch_logps
-        with torch.no_grad(), evaluating(self._trainer.model), in_float32(self._trainer):
-            scores = [score(self._trainer, batch) for batch in self._batches]
+        trainer, batches = self._trainer, self._batches
+        with torch.no_grad(), evaluating(trainer.model), in_float32(trainer):
+            if self._columns is None:
+                scores = [trl_seam.batch_logps(trainer, batch) for batch in batches]
+            else:
+                parts = zip(batches, self._columns, strict=True)
+                scores = [trl_seam.log_distributions(trainer, batch, columns) for batch, columns in parts]
         # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
         for module in self._trainer.model.modules():
             if isinstance(module, FSDPModule):

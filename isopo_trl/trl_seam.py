@@ -422,26 +422,33 @@ def batch_logps(trainer: Any, batch: Batch) -> torch.Tensor:
 
 
 def distribution_size(trainer: Any, batch: Batch) -> int:
-    """Elements of [`log_distributions`]; 0 where there are none to be had."""
+    """Elements of [`log_distributions`] at all positions; 0 where there are none to be had."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    if _has_images(batch) or "logits_to_keep" not in inspect.signature(base.forward).parameters:
+    if _has_images(batch) or not takes_positions(base):
         return 0
     return batch.completion_mask.numel() * base.config.get_text_config().vocab_size
 
 
-def log_distributions(trainer: Any, batch: Batch) -> torch.Tensor:
+def takes_positions(model: torch.nn.Module) -> bool:
+    """Whether the model can be asked for the logits at given positions alone; some can but for those at the end."""
+    parameter = inspect.signature(model.forward).parameters.get("logits_to_keep")
+    return parameter is not None and "Tensor" in str(parameter.annotation)
+
+
+def log_distributions(trainer: Any, batch: Batch, columns: list[int]) -> torch.Tensor:
     """
-    Logits `[B, C, V]` at the positions of a batch's completions, divided by the temperature: but for their
-    normalisation, the logarithms of the distributions that tokens are drawn from.
+    Logits `[B, len(columns), V]` at some positions of a batch's completions, divided by the temperature: but for their
+    normalisation, the logarithms of the distributions that the tokens there are drawn from.
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    kept = batch.completion_mask.size(1) + 1
+    # A token is drawn from the logits at the one before it
+    kept = torch.tensor(columns, device=ids.device) + batch["prompt_ids"].size(1) - 1
     with trainer.accelerator.autocast():
         output = trainer.model(
             input_ids=ids, attention_mask=batch.attention_mask, logits_to_keep=kept, use_cache=False
         )
-    return output.logits[:, -kept:-1] / trainer.temperature
+    return output.logits / trainer.temperature
 
 
 @contextmanager

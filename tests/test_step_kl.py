@@ -20,7 +20,9 @@ def distributions(*shape):
     return before, (before + 0.3 * torch.randn(*shape, generator=generator, dtype=torch.float64)).log_softmax(-1)
 
 
-def test_divergences_of_distributions_are_exact_and_masked():
+@pytest.mark.parametrize("at_a_time", [1, 14, 2**22])
+def test_divergences_of_distributions_are_exact_and_masked(at_a_time, monkeypatch):
+    monkeypatch.setattr(step_kl, "COMPARED_AT_A_TIME", at_a_time)  # less than a position, two of six, all
     before, after = distributions(2, 3, 7)
     mask = torch.tensor([[1, 1, 0], [0, 1, 0]])
     expected = (before.exp() * (before - after)).sum(-1)
@@ -93,9 +95,9 @@ class Weights(TrainerCallback):
         self.after.append({name: value.clone() for name, value in model.state_dict().items()})
 
 
-def exact_divergence(model, batch, before, after, temperature):
-    """Of each sequence alone, unpadded: sum over its completion's positions, by enumeration, and their number."""
-    rows = []
+def exact_divergences(model, batch, before, after, temperature):
+    """Of each sequence alone, unpadded: those at its completion's positions, by enumeration."""
+    found = []
     for place in range(len(batch["prompt_ids"])):
         prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()]
         completion = batch["completion_ids"][place][batch["completion_mask"][place].bool()]
@@ -105,14 +107,23 @@ def exact_divergence(model, batch, before, after, temperature):
             with torch.no_grad():
                 logits.append((model(input_ids=ids, use_cache=False).logits[0] / temperature).log_softmax(-1))
         old, new = (values[len(prompt) - 1 : -1] for values in logits)
-        rows.append([(old.exp() * (old - new)).sum().item(), len(completion)])
-    return torch.tensor(rows, dtype=torch.float64)
+        found.append((old.exp() * (old - new)).sum(-1))
+    return found
 
 
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_the_measured_divergence_is_that_of_the_step(of_tokens, float64_throughout, tmp_path, monkeypatch):
-    if of_tokens:
-        monkeypatch.setattr(step_kl, "LARGEST_DISTRIBUTIONS", 0)
+def summed(divergences):
+    """The measurement that divergences at the positions of sequences make."""
+    rows = [[each.sum().item(), len(each)] for each in divergences]
+    return measurement(sums(torch.tensor(rows, dtype=torch.float64)).tolist())
+
+
+@pytest.mark.parametrize("compared", ["all positions", "some positions", "tokens"])
+def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughout, tmp_path, monkeypatch):
+    largest = 1500  # of 12 sequences with distributions over a hundred tokens: one position of each
+    if compared == "some positions":
+        monkeypatch.setattr(step_kl, "LARGEST_DISTRIBUTIONS", largest)
+    if compared == "tokens":
+        monkeypatch.setattr(trl_seam, "takes_positions", lambda model: False)
     weights = Weights()
     trainer = training.build(
         tmp_path,
@@ -134,17 +145,37 @@ def test_the_measured_divergence_is_that_of_the_step(of_tokens, float64_througho
     assert len(lines) == 3
     model = tiny.model("qwen3", dtype=torch.float64).eval()
     for step, line in enumerate(lines):
-        rows = [
-            exact_divergence(model, batch, weights.before[step], weights.after[step], 0.8)
+        found = [
+            each
             for batch in trainer.batches[2 * step : 2 * step + 2]
+            for each in exact_divergences(model, batch, weights.before[step], weights.after[step], 0.8)
         ]
-        exact = measurement(sums(torch.cat(rows)).tolist())
-        if of_tokens:
+        exact = summed(found)
+        if compared == "some positions":
+            width = max(map(len, found))
+            share = largest / (len(found) * width * model.config.vocab_size)
+            columns = drawn(width, share, step, trainer.args.seed)
+            assert len(columns) < width / 2
+            exact = summed([each[[column for column in columns if column < len(each)]] for each in found])
+        if compared == "tokens":
             assert abs(line["step/kl"] - exact.kl) < 5 * line["step/kl_stderr"]
             assert line["step/kl"] != pytest.approx(exact.kl, rel=1e-6)
         else:
             assert line["step/kl"] == pytest.approx(exact.kl, rel=1e-6)
             assert line["step/kl_stderr"] == pytest.approx(exact.stderr, rel=1e-6)
+
+
+def test_tokens_are_compared_where_a_model_has_no_logits_at_given_positions():
+    class AtTheEnd(torch.nn.Module):
+        def forward(self, input_ids, logits_to_keep: int = 0):
+            raise NotImplementedError
+
+    class Whole(torch.nn.Module):
+        def forward(self, input_ids):
+            raise NotImplementedError
+
+    assert trl_seam.takes_positions(tiny.model("qwen3"))
+    assert not trl_seam.takes_positions(AtTheEnd()) and not trl_seam.takes_positions(Whole())
 
 
 class StopsEpoch(TrainerCallback):
@@ -175,8 +206,12 @@ def test_what_an_epoch_has_broken_off_is_measured_with_the_step_that_it_goes_int
     (line,) = [line for line in trainer.state.log_history if "step/kl" in line]
     assert len(trainer.batches) == 3
     model = tiny.model("qwen3", dtype=torch.float64).eval()
-    rows = [exact_divergence(model, batch, weights.before[0], weights.after[0], 1.0) for batch in trainer.batches]
-    assert line["step/kl"] == pytest.approx(measurement(sums(torch.cat(rows)).tolist()).kl, rel=1e-6)
+    found = [
+        each
+        for batch in trainer.batches
+        for each in exact_divergences(model, batch, weights.before[0], weights.after[0], 1.0)
+    ]
+    assert line["step/kl"] == pytest.approx(summed(found).kl, rel=1e-6)
 
 
 def test_measuring_leaves_a_run_as_it_is(tmp_path):
@@ -198,7 +233,8 @@ def scored(trainer, batch, rows):
     with torch.no_grad(), step_kl.evaluating(trainer.model):
         expected = trl_seam.batch_logps(trainer, whole)[rows]
         (kept,) = trl_seam.scored_together(trainer, [whole.rows(rows[:1]), whole.rows(rows[1:])])
-        return expected, trl_seam.batch_logps(trainer, kept), trl_seam.log_distributions(trainer, kept), kept, whole
+        logits = trl_seam.log_distributions(trainer, kept, list(range(kept.completion_mask.size(1))))
+        return expected, trl_seam.batch_logps(trainer, kept), logits, kept, whole
 
 
 def test_sequences_taken_out_of_their_batch_are_scored_as_in_it(float64_throughout, tmp_path):

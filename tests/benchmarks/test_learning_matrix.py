@@ -154,7 +154,8 @@ def test_rates_that_are_close_to_each_other_have_names_of_their_own(learning_mat
 
 
 def test_starts_are_a_factor_of_a_hundred_apart_with_a_target_and_without(learning_matrix, matrix):
-    runs = [run for run in matrix.runs({}, ["starts"]) if isinstance(run, learning_matrix.Run)]
+    groups = ["starts", "starts_without"]
+    runs = [run for run in matrix.runs({}, groups) if isinstance(run, learning_matrix.Run)]
     assert len(runs) == 45
     assert {run.settings["learning_rate"] for run in runs} == {1e-7, 1e-6, 1e-5}
     for method, without in (("fisher_kl", "fisher"), ("reinforce_kl", "reinforce")):
