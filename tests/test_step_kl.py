@@ -178,6 +178,19 @@ def test_tokens_are_compared_where_a_model_has_no_logits_at_given_positions():
     assert not trl_seam.takes_positions(AtTheEnd()) and not trl_seam.takes_positions(Whole())
 
 
+def test_tokens_are_compared_in_all_batches_where_one_has_no_logits_to_give(tmp_path, monkeypatch):
+    """As where some sequences have images, and others, perhaps on another rank, have none."""
+    sizes = iter([0, 1000])
+    monkeypatch.setattr(trl_seam, "scored_together", lambda trainer, batches: batches)
+    monkeypatch.setattr(trl_seam, "distribution_size", lambda trainer, batch: next(sizes))
+    kl = training.build(tmp_path, "qwen3", log_step_kl=True).step_control.kl
+    batches = [trl_seam.Batch(oracle.random_batch([3, 2], [4, 5], 50, seed=seed).for_trl()) for seed in (0, 1)]
+    kl._batches = [batch.rows([0, 1]) for batch in batches]
+    kl.score()
+    assert [before.shape for before in kl._before] == [batch.completion_mask.shape for batch in batches]
+    assert kl.measure().is_known
+
+
 class StopsEpoch(TrainerCallback):
     """Ends the first epoch inside an accumulation."""
 
