@@ -310,7 +310,9 @@ def started(method, rate, seed, draw, **changed):
         lengths = [1e-4 * draw.random() for _ in range(50)]
         kept = [1.0 if draw.random() < 0.9 else 0.5 for _ in range(50)]
         rates = [1e-6 * draw.random() for _ in range(50)]
+        drifts = [0.0 if step % 2 == 0 else 1e-5 * draw.random() for step in range(50)]
         result["steps"] |= {"step/kl": lengths, "step/kept": kept, "step/learning_rate": rates}
+        result["steps"] |= {"step/behaviour_kl": drifts}
     return result
 
 
@@ -335,10 +337,12 @@ def test_starting_rates_are_compared_with_the_best_of_all(report):
     assert (report.docs / "results_starts.png").read_bytes().startswith(b"\x89PNG") and "](results_starts.png)" in page
     own = runs["fisher_kl", 1e-5]
     line = next(line for line in page.splitlines() if line.startswith("| fisher, target 3e-4, 1e-5 |"))
-    n, _, length, shortened, rate = (cell.strip() for cell in line.strip("|").split("|")[1:])
+    n, _, length, drift, shortened, rate = (cell.strip() for cell in line.strip("|").split("|")[1:])
     assert n == "3"
     lengths = [np.mean(r["steps"]["step/kl"][25:]) for r in own]
     assert float(length.split(" ")[0]) == pytest.approx(np.median(lengths), rel=0.05)
+    drifts = [np.mean(r["steps"]["step/behaviour_kl"][25::2]) for r in own]
+    assert float(drift.split(" ")[0]) == pytest.approx(np.median(drifts), rel=0.05)
     shares = [100 * np.mean([kept < 1 for kept in r["steps"]["step/kept"]]) for r in own]
     assert numbers(shortened)[0] == pytest.approx(np.median(shares), abs=0.51)
     ends = [np.mean(r["steps"]["step/learning_rate"][-10:]) for r in own]
