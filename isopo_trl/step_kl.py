@@ -8,8 +8,10 @@ the training forward would not do: in bf16 large logits are rounded to steps of 
 batches differ by more than a small step does.
 
 What is compared at a position is the distribution over the vocabulary, so that the divergence given the text before
-it is exact. Where those of all positions do not fit into `LARGEST_DISTRIBUTIONS`, as many positions as do are
-compared, at equal distances.
+it is exact. Where those of all positions do not fit into `LARGEST_DISTRIBUTIONS`, what is kept of them are the likely
+tokens and one probability for all others: the divergence of that is no larger, and for a trained model hardly smaller.
+Where the logits do not fit into `LARGEST_LOGITS`, some of the positions are compared: all of the first ones, at which
+a step often changes most, and others at equal distances, each of which stands for those around it.
 
 The log-probabilities of the tokens that stand there are compared only where a model has no logits to give at chosen
 positions. With `d = log pi_after - log pi_before`, the mean of `exp(d) - 1 - d` is the divergence if the tokens are
@@ -33,15 +35,19 @@ from . import trl_seam
 from .step_size import Measurement
 
 
-# Elements, in float32, that the distributions of a rank's sequences may have, before and after the step each
+# Elements, in float32, that the distributions of a rank's sequences may have where they are kept, before and after the
+# step each, and where they are computed
 LARGEST_DISTRIBUTIONS = 2**26
+LARGEST_LOGITS = 2**27
+# Tokens at a position whose probabilities are kept where not all are
+LIKELY = 1024
 # Elements of them that are compared at a time, in float64
 COMPARED_AT_A_TIME = 2**22
 
 
 def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
     """
-    Which of `count` sequences of an optimizer step are measured, or of their positions: a share of them, at least one,
+    Which of `count` sequences of an optimizer step are measured, or of late positions: a share of them, at least one,
     at equal distances from a place that is drawn for each step. The global random stream is not touched.
     """
     number = max(1, min(count, math.ceil(count * share)))
@@ -50,25 +56,58 @@ def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
     return [int((place + start) * count / number) for place in range(number)]
 
 
-def divergences(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def columns(width: int, share: float, step: int, seed: int) -> tuple[list[int], list[float]]:
+    """
+    Which positions of completions of up to `width` tokens are compared, where a share of them can be, and how many
+    each stands for: half of them are the first ones, the others are [`drawn`] from the rest.
+    """
+    number = math.ceil(width * share)
+    if number >= width:
+        return list(range(width)), [1.0] * width
+    first = number // 2
+    late = [first + place for place in drawn(width - first, (number - first) / (width - first), step, seed)]
+    return [*range(first), *late], [1.0] * first + [(width - first) / len(late)] * len(late)
+
+
+def outline(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
+    """
+    Log-probabilities `[B, C, K + 1]` of some tokens at each position, and of all others together, in float64.
+
+    Args:
+        logits (`torch.Tensor`): `[B, C, V]`, log-probabilities up to a constant.
+        likely (`torch.Tensor`): `[B, C, K]`, the tokens.
+    """
+    number = max(1, COMPARED_AT_A_TIME // logits.size(-1))
+    parts = zip(*(values.flatten(0, 1).split(number) for values in (logits, likely)), strict=True)
+    return torch.cat([_outlined(*rows) for rows in parts]).unflatten(0, logits.shape[:2])
+
+
+def _outlined(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
+    logits = logits.double()
+    own = logits.gather(-1, likely) - logits.logsumexp(-1, keepdim=True)
+    others = -torch.expm1(own.logsumexp(-1, keepdim=True))
+    return torch.cat([own, others.clamp(min=torch.finfo(torch.float64).eps).log()], dim=-1)
+
+
+def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
     Sums over a sequence's positions of their divergence, and numbers of positions: `[B, 2]`, in float64.
 
     Args:
         before, after (`torch.Tensor`): log-probabilities `[B, C]` of the tokens, or `[B, C, V]` of the vocabulary.
-        mask (`torch.Tensor`): `[B, C]`, nonzero at the positions that count.
+        weights (`torch.Tensor`): `[B, C]`, how many positions each of them stands for; 0 where it does not count.
     """
     if before.dim() == 3:
         # In float32 the sum over the vocabulary would have an error of the size of a small divergence
         number = max(1, COMPARED_AT_A_TIME // before.size(-1))
         parts = zip(*(logits.flatten(0, 1).split(number) for logits in (before, after)), strict=True)
-        each = torch.cat([_of_distributions(*rows) for rows in parts]).view(mask.shape)
+        each = torch.cat([_of_distributions(*rows) for rows in parts]).view(weights.shape)
     else:
         change = after.double() - before.double()
         each = torch.expm1(change) - change
-    counts = mask.bool()
-    each = torch.where(counts, each, 0.0)
-    return torch.stack([each.sum(dim=1), counts.sum(dim=1).double()], dim=1)
+    weights = weights.double()
+    each = torch.where(weights != 0, weights * each, 0.0)
+    return torch.stack([each.sum(dim=1), weights.sum(dim=1)], dim=1)
 
 
 def _of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -120,7 +159,9 @@ class StepKL:
         self._seen = 0
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
-        self._columns: list[list[int]] | None = None  # of the completions in each batch, whose logits are compared
+        self._weights: list[torch.Tensor] = []  # of the positions that are compared
+        self._columns: list[list[int]] | None = None  # which of the completions' they are, if not those of all tokens
+        self._likely: list[torch.Tensor] | None = None  # tokens at them whose probabilities are kept, if not of all
 
     def begin(self) -> None:
         """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
@@ -148,21 +189,32 @@ class StepKL:
         extremes = torch.tensor([min(sizes, default=0), sum(sizes)], device=trainer.accelerator.device)
         extremes = trainer.accelerator.gather(extremes).view(-1, 2)
         least, most = int(extremes[:, 0].min()), int(extremes[:, 1].max())
+        self._weights = [batch.scored for batch in self._batches]
         if least > 0:
-            share = min(1.0, LARGEST_DISTRIBUTIONS / most)
-            widths = [batch.completion_mask.size(1) for batch in self._batches]
-            self._columns = [drawn(width, share, trainer.state.global_step, trainer.args.seed) for width in widths]
+            share, step, seed = LARGEST_LOGITS / most, trainer.state.global_step, trainer.args.seed
+            chosen = [columns(scored.size(1), share, step, seed) for scored in self._weights]
+            self._columns = [places for places, _ in chosen]
+            self._weights = [
+                scored[:, places] * torch.tensor(weights, device=scored.device)
+                for scored, (places, weights) in zip(self._weights, chosen, strict=True)
+            ]
         self._before = self._scores()
+        if least > 0 and most > LARGEST_DISTRIBUTIONS:
+            self._likely = [logits.topk(min(LIKELY, logits.size(-1))).indices for logits in self._before]
+            self._before = self._outlined(self._before)
 
     def measure(self) -> Measurement:
         """After the step, as often as needed. The same on all ranks."""
         device = self._trainer.accelerator.device
-        masks = [batch.scored for batch in self._batches]
-        if self._columns is not None:
-            masks = [mask[:, columns] for mask, columns in zip(masks, self._columns, strict=True)]
-        rows = [divergences(*part) for part in zip(self._before, self._scores(), masks, strict=True)]
+        after = self._outlined(self._scores())
+        rows = [divergences(*part) for part in zip(self._before, after, self._weights, strict=True)]
         totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
+
+    def _outlined(self, scores: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._likely is None:
+            return scores
+        return [outline(logits, likely) for logits, likely in zip(scores, self._likely, strict=True)]
 
     def _scores(self) -> list[torch.Tensor]:
         trainer, batches = self._trainer, self._batches
@@ -171,7 +223,7 @@ class StepKL:
                 scores = [trl_seam.batch_logps(trainer, batch) for batch in batches]
             else:
                 parts = zip(batches, self._columns, strict=True)
-                scores = [trl_seam.log_distributions(trainer, batch, columns) for batch, columns in parts]
+                scores = [trl_seam.log_distributions(trainer, batch, places) for batch, places in parts]
         # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
         for module in self._trainer.model.modules():
             if isinstance(module, FSDPModule):

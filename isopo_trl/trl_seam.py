@@ -448,7 +448,7 @@ def log_distributions(trainer: Any, batch: Batch, columns: list[int]) -> torch.T
         output = trainer.model(
             input_ids=ids, attention_mask=batch.attention_mask, logits_to_keep=kept, use_cache=False
         )
-    return output.logits / trainer.temperature
+    return output.logits if trainer.temperature == 1 else output.logits / trainer.temperature
 
 
 @contextmanager

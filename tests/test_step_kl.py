@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer, step_kl, trl_seam
-from isopo_trl.step_kl import divergences, drawn, measurement, sums
+from isopo_trl.step_kl import columns, divergences, drawn, measurement, outline, sums
 from tests import oracle, tiny, training
 
 
@@ -31,6 +31,44 @@ def test_divergences_of_distributions_are_exact_and_masked(at_a_time, monkeypatc
     assert found[:, 1].tolist() == [2, 1]
     before[0, 0, 2] = -math.inf  # cannot be drawn
     assert divergences(before, after, mask).isfinite().all()
+
+
+def test_positions_count_for_those_that_they_stand_for():
+    before, after = distributions(2, 3, 7)
+    weights = torch.tensor([[1.0, 2.5, 0.0], [0.0, 1.0, 4.0]])
+    expected = (before.exp() * (before - after)).sum(-1)
+    found = divergences(before, after, weights)
+    torch.testing.assert_close(found[:, 0], (expected * weights).sum(1))
+    assert found[:, 1].tolist() == [3.5, 5.0]
+
+
+@pytest.mark.parametrize("at_a_time", [1, 14, 2**22])
+def test_an_outline_has_likely_tokens_and_the_rest(at_a_time, monkeypatch):
+    monkeypatch.setattr(step_kl, "COMPARED_AT_A_TIME", at_a_time)
+    before, after = distributions(2, 3, 7)
+    likely = before.topk(3).indices
+    found = outline(after + 5, likely).exp()
+    torch.testing.assert_close(found[..., :3], after.exp().gather(-1, likely))
+    torch.testing.assert_close(found[..., 3], 1 - after.exp().gather(-1, likely).sum(-1))
+    # Less is told by it, and nothing by tokens that cannot occur
+    ones = torch.ones(2, 3)
+    whole, part = divergences(before, after, ones), divergences(outline(before, likely), outline(after, likely), ones)
+    assert (part[:, 0] < whole[:, 0]).all() and (part[:, 0] > 0).all()
+    every = torch.arange(7).expand(2, 3, 7)
+    torch.testing.assert_close(divergences(outline(before, every), outline(after, every), ones), whole)
+
+
+def test_positions_are_all_of_the_first_and_some_of_the_others_which_stand_for_all():
+    assert columns(5, 1.0, 0, 0) == columns(5, 7.0, 0, 0) == ([0, 1, 2, 3, 4], [1.0] * 5)
+    hits = torch.zeros(320)
+    for step in range(2000):
+        places, weights = columns(320, 0.25, step, 0)
+        assert len(places) == 80 and places[:40] == list(range(40)) and sorted(set(places)) == places
+        assert weights[:40] == [1.0] * 40 and sum(weights) == pytest.approx(320)
+        hits[places] += torch.tensor(weights)
+    assert (hits[:40] == 2000).all()
+    assert 1600 < hits.min() and hits.max() < 2400  # 2000 on average, standard deviation 110
+    assert columns(3, 0.01, 0, 0)[1] == [3.0]  # at least one
 
 
 def test_divergences_of_tokens_have_the_mean_of_those_of_distributions():
@@ -95,8 +133,11 @@ class Weights(TrainerCallback):
         self.after.append({name: value.clone() for name, value in model.state_dict().items()})
 
 
-def exact_divergences(model, batch, before, after, temperature):
-    """Of each sequence alone, unpadded: those at its completion's positions, by enumeration."""
+def exact_divergences(model, batch, before, after, temperature, likely=None):
+    """
+    Of each sequence alone, unpadded: those at its completion's positions, by enumeration; or of probabilities of so
+    many tokens, those that were the largest, and of the rest.
+    """
     found = []
     for place in range(len(batch["prompt_ids"])):
         prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()]
@@ -107,21 +148,29 @@ def exact_divergences(model, batch, before, after, temperature):
             with torch.no_grad():
                 logits.append((model(input_ids=ids, use_cache=False).logits[0] / temperature).log_softmax(-1))
         old, new = (values[len(prompt) - 1 : -1] for values in logits)
+        if likely is not None:
+            places = old.sort(descending=True).indices
+            old, new = (values.exp().gather(-1, places) for values in (old, new))
+            old, new = (torch.cat([p[:, :likely], p[:, likely:].sum(-1, keepdim=True)], -1).log() for p in (old, new))
         found.append((old.exp() * (old - new)).sum(-1))
     return found
 
 
-def summed(divergences):
-    """The measurement that divergences at the positions of sequences make."""
-    rows = [[each.sum().item(), len(each)] for each in divergences]
+def summed(divergences, weights=None):
+    """The measurement that divergences at the positions of sequences make, or at those that have a weight."""
+    own = [torch.ones_like(each) if weights is None else weights[: len(each)] for each in divergences]
+    rows = [[(each * w).sum().item(), w.sum().item()] for each, w in zip(divergences, own, strict=True)]
     return measurement(sums(torch.tensor(rows, dtype=torch.float64)).tolist())
 
 
-@pytest.mark.parametrize("compared", ["all positions", "some positions", "tokens"])
+@pytest.mark.parametrize("compared", ["all positions", "likely tokens", "some positions", "tokens"])
 def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughout, tmp_path, monkeypatch):
-    largest = 1500  # of 12 sequences with distributions over a hundred tokens: one position of each
+    largest = 5000  # of 12 sequences with distributions over a hundred tokens: a few positions of each
+    if compared in ("likely tokens", "some positions"):
+        monkeypatch.setattr(step_kl, "LARGEST_DISTRIBUTIONS", 0)
+        monkeypatch.setattr(step_kl, "LIKELY", 9)
     if compared == "some positions":
-        monkeypatch.setattr(step_kl, "LARGEST_DISTRIBUTIONS", largest)
+        monkeypatch.setattr(step_kl, "LARGEST_LOGITS", largest)
     if compared == "tokens":
         monkeypatch.setattr(trl_seam, "takes_positions", lambda model: False)
     weights = Weights()
@@ -145,18 +194,21 @@ def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughou
     assert len(lines) == 3
     model = tiny.model("qwen3", dtype=torch.float64).eval()
     for step, line in enumerate(lines):
+        likely = 9 if compared in ("likely tokens", "some positions") else None
         found = [
             each
             for batch in trainer.batches[2 * step : 2 * step + 2]
-            for each in exact_divergences(model, batch, weights.before[step], weights.after[step], 0.8)
+            for each in exact_divergences(model, batch, weights.before[step], weights.after[step], 0.8, likely)
         ]
         exact = summed(found)
         if compared == "some positions":
             width = max(map(len, found))
             share = largest / (len(found) * width * model.config.vocab_size)
-            columns = drawn(width, share, step, trainer.args.seed)
-            assert len(columns) < width / 2
-            exact = summed([each[[column for column in columns if column < len(each)]] for each in found])
+            places, counted = columns(width, share, step, trainer.args.seed)
+            assert 2 <= len(places) < width
+            standing = torch.zeros(width, dtype=torch.float64)
+            standing[places] = torch.tensor(counted, dtype=torch.float64)
+            exact = summed(found, standing)
         if compared == "tokens":
             assert abs(line["step/kl"] - exact.kl) < 5 * line["step/kl_stderr"]
             assert line["step/kl"] != pytest.approx(exact.kl, rel=1e-6)
