@@ -24,7 +24,7 @@ two sums over sequences: positions of one sequence are not independent.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -77,9 +77,7 @@ def outline(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
         logits (`torch.Tensor`): `[B, C, V]`, log-probabilities up to a constant.
         likely (`torch.Tensor`): `[B, C, K]`, the tokens.
     """
-    number = max(1, COMPARED_AT_A_TIME // logits.size(-1))
-    parts = zip(*(values.flatten(0, 1).split(number) for values in (logits, likely)), strict=True)
-    return torch.cat([_outlined(*rows) for rows in parts]).unflatten(0, logits.shape[:2])
+    return _in_parts(_outlined, logits, likely)
 
 
 def _outlined(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
@@ -99,9 +97,7 @@ def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor
     """
     if before.dim() == 3:
         # In float32 the sum over the vocabulary would have an error of the size of a small divergence
-        number = max(1, COMPARED_AT_A_TIME // before.size(-1))
-        parts = zip(*(logits.flatten(0, 1).split(number) for logits in (before, after)), strict=True)
-        each = torch.cat([_of_distributions(*rows) for rows in parts]).view(weights.shape)
+        each = _in_parts(_of_distributions, before, after)
     else:
         change = after.double() - before.double()
         each = torch.expm1(change) - change
@@ -115,6 +111,13 @@ def _of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor
     before, after = before.double().log_softmax(-1), after.double().log_softmax(-1)
     terms = before.exp() * (before - after)
     return torch.where(before.isneginf(), 0.0, terms).sum(-1).clamp(min=0)
+
+
+def _in_parts(function: Callable[..., torch.Tensor], logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`[B, C, ...]`: the function's result for `[B, C, V]` and `[B, C, K]`, of a few positions at a time."""
+    number = max(1, COMPARED_AT_A_TIME // logits.size(-1))
+    parts = zip(*(values.flatten(0, 1).split(number) for values in (logits, other)), strict=True)
+    return torch.cat([function(*rows) for rows in parts]).unflatten(0, logits.shape[:2])
 
 
 def sums(rows: torch.Tensor) -> torch.Tensor:
