@@ -9,7 +9,7 @@ import itertools
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +29,7 @@ Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
 OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation", "grouped")
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
-START_GROUPS = ("starts", "starts_without", "careful_starts")  # of which the figure shows the first two
+START_GROUPS = ("starts", "starts_without")
 MAIN_GROUPS = ("first", "rates", "seeds", "seeds_of_others", "rates_of_euclidean", "divergence")
 
 
@@ -93,7 +93,7 @@ class Report:
         if rows:
             names.append(learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"))
             names.append(learning_figures.divergence(rows, self.start, docs / "results_divergence.png"))
-        starts = self.start_rows(START_GROUPS[:2])
+        starts = self.start_rows()
         if any(learning_figures.has_target(label) for label in starts):
             names.append(learning_figures.starts(starts, self.start, docs / STARTS))
         return names
@@ -302,10 +302,10 @@ class Report:
         parts = [f"{label}: {difference_of_tests(results, of_grpo)}" for label, results in block.items()]
         return ["", f"Accuracy, difference from `grpo` at that rate in points: {'; '.join(parts)}."]
 
-    def start_rows(self, groups: Sequence[str]) -> dict[str, dict[float, list[Result]]]:
+    def start_rows(self) -> dict[str, dict[float, list[Result]]]:
         """Runs from several starting rates that are made, by method, with its target if it has one, and rate."""
         rows: dict[str, dict[float, list[Result]]] = {}
-        for run in self.matrix.runs(self.results, list(groups)):
+        for run in self.matrix.runs(self.results, list(START_GROUPS)):
             if isinstance(run, Run) and run.name in self.results:
                 label, target = run.method.removesuffix("_kl"), run.settings.get("target_kl")
                 label += f", target {short_rate(target)}" if target else ""
@@ -315,7 +315,7 @@ class Report:
 
     def starts(self, figures: list[str]) -> str:
         """Test accuracy by method and starting rate, and how far each is from the best."""
-        rows = self.start_rows(START_GROUPS)
+        rows = self.start_rows()
         lines = ["## Starting learning rates"]
         if not any(map(learning_figures.has_target, rows)):
             return "\n".join([*lines, *self.missing(START_GROUPS)])
