@@ -3,9 +3,8 @@ How far an optimizer step moves the policy: the KL divergence KL(before || after
 few of the sequences that the step was computed from.
 
 The sequences are scored twice, right before the step and right after it, in the same way: in one batch, by the same
-kernels, without dropout, and in float32 where the weights are (on GPUs, products in TF32). The log-probabilities of
-the training forward would not do: in bf16 large logits are rounded to steps of an eighth, and passes over different
-batches differ by more than a small step does.
+kernels, without dropout, and in float32. The log-probabilities of the training forward would not do: in bf16 large
+logits are rounded to steps of an eighth, and passes over different batches differ by more than a small step does.
 
 What is compared at a position is the distribution over the vocabulary, so that the divergence given the text before
 it is exact. Where those of all positions do not fit into `LARGEST_DISTRIBUTIONS`, what is kept of them are the likely
@@ -23,16 +22,21 @@ The divergence of the step is the sum over positions divided by their number. It
 two sums over sequences: positions of one sequence are not independent.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from . import trl_seam
+from .float32 import in_float32
 from .step_size import Measurement
+
+
+logger = logging.getLogger(__name__)
 
 
 # Elements, in float32, that the distributions of a rank's sequences may have where they are kept, before and after the
@@ -67,6 +71,11 @@ def columns(width: int, share: float, step: int, seed: int) -> tuple[list[int], 
     first = number // 2
     late = [first + place for place in drawn(width - first, (number - first) / (width - first), step, seed)]
     return [*range(first), *late], [1.0] * first + [(width - first) / len(late)] * len(late)
+
+
+def on_device(values: list[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of the values, for which the device is not waited for."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def outline(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
@@ -155,6 +164,7 @@ class StepKL:
     def __init__(self, trainer: Any, share: float):
         self._trainer = trainer
         self._share = share
+        self._as_trained = False  # whether to score as the model is trained, because it cannot be run in float32
         self.forget()
 
     def forget(self) -> None:
@@ -163,7 +173,7 @@ class StepKL:
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
-        self._columns: list[list[int]] | None = None  # which of the completions' they are, if not those of all tokens
+        self._columns: list[torch.Tensor] | None = None  # which of a completion's they are, if not all tokens'
         self._likely: list[torch.Tensor] | None = None  # tokens at them whose probabilities are kept, if not of all
 
     def begin(self) -> None:
@@ -181,27 +191,28 @@ class StepKL:
         if rows:
             # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
             full = batch.scored.any(dim=1).nonzero().flatten().tolist() or list(range(size))
-            self._batches.append(batch.rows(sorted({full[row * len(full) // size] for row in rows})))
+            taken = batch.rows(sorted({full[row * len(full) // size] for row in rows}))
+            self._batches = trl_seam.scored_together(trainer, [*self._batches, taken])
 
     def score(self) -> None:
         """Before the step."""
-        trainer = self._trainer
-        self._batches = trl_seam.scored_together(trainer, self._batches)
+        trainer, device = self._trainer, self._trainer.accelerator.device
         sizes = [trl_seam.distribution_size(trainer, batch) for batch in self._batches]
-        # On all ranks alike: sharded models are gathered in both cases, but not in the same way
-        extremes = torch.tensor([min(sizes, default=0), sum(sizes)], device=trainer.accelerator.device)
-        extremes = trainer.accelerator.gather(extremes).view(-1, 2)
-        least, most = int(extremes[:, 0].min()), int(extremes[:, 1].max())
+        extremes = [[min(sizes, default=0), sum(sizes)]]
+        if trainer.accelerator.num_processes > 1:  # else there is nothing to wait for
+            # On all ranks alike: sharded models are gathered in both cases, but not in the same way
+            extremes = trainer.accelerator.gather(torch.tensor(extremes, device=device)).tolist()
+        least, most = min(least for least, _ in extremes), max(most for _, most in extremes)
         self._weights = [batch.scored for batch in self._batches]
         if least > 0:
             share, step, seed = LARGEST_LOGITS / most, trainer.state.global_step, trainer.args.seed
             chosen = [columns(scored.size(1), share, step, seed) for scored in self._weights]
-            self._columns = [places for places, _ in chosen]
+            self._columns = [on_device(places, device) for places, _ in chosen]
             self._weights = [
-                scored[:, places] * torch.tensor(weights, device=scored.device)
-                for scored, (places, weights) in zip(self._weights, chosen, strict=True)
+                scored[:, places] * on_device(weights, device)
+                for scored, places, (_, weights) in zip(self._weights, self._columns, chosen, strict=True)
             ]
-        self._before = self._scores()
+        self._before = self._first_scores()
         if least > 0 and most > LARGEST_DISTRIBUTIONS:
             self._likely = [logits.topk(min(LIKELY, logits.size(-1))).indices for logits in self._before]
             self._before = self._outlined(self._before)
@@ -219,9 +230,24 @@ class StepKL:
             return scores
         return [outline(logits, likely) for logits, likely in zip(scores, self._likely, strict=True)]
 
+    def _first_scores(self) -> list[torch.Tensor]:
+        if not self._as_trained:
+            try:
+                return self._scores()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a kernel that is for bf16 alone, whatever it says of that
+                self._as_trained = True
+                logger.warning(
+                    "The model cannot be run in float32, so the length of steps is measured in the precision it is "
+                    f"trained in, which is good for steps of 1e-3 nats per token or more. The error was: {error}"
+                )
+        return self._scores()
+
     def _scores(self) -> list[torch.Tensor]:
         trainer, batches = self._trainer, self._batches
-        with torch.no_grad(), evaluating(trainer.model), in_float32(trainer):
+        precision = nullcontext() if self._as_trained else in_float32(trainer)
+        with torch.no_grad(), evaluating(trainer.model), precision:
             if self._columns is None:
                 scores = [trl_seam.batch_logps(trainer, batch) for batch in batches]
             else:
@@ -232,25 +258,6 @@ class StepKL:
             if isinstance(module, FSDPModule):
                 module.reshard()
         return scores
-
-
-@contextmanager
-def in_float32(trainer: Any) -> Iterator[None]:
-    """Context in which a model whose weights are in float32 is not run in bf16, unless its attention must be."""
-    model, accelerator = trainer.model, trainer.accelerator
-    wide = all(p.dtype == torch.float32 for p in model.parameters())
-    fused = "flash" in str(getattr(model.config, "_attn_implementation", None))
-    with ExitStack() as loans:
-        # FSDP2 casts the weights it gathers by itself
-        if accelerator.native_amp and wide and not fused and not accelerator.is_fsdp2:
-            loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
-            loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
-            products = torch.backends.cuda.matmul
-            new = hasattr(products, "fp32_precision")  # from PyTorch 2.9 on
-            loans.enter_context(
-                trl_seam.borrowed(products, **({"fp32_precision": "tf32"} if new else {"allow_tf32": True}))
-            )
-        yield
 
 
 @contextmanager

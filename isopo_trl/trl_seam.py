@@ -436,14 +436,14 @@ def takes_positions(model: torch.nn.Module) -> bool:
     return parameter is not None and "Tensor" in str(parameter.annotation)
 
 
-def log_distributions(trainer: Any, batch: Batch, columns: list[int]) -> torch.Tensor:
+def log_distributions(trainer: Any, batch: Batch, columns: torch.Tensor) -> torch.Tensor:
     """
     Logits `[B, len(columns), V]` at some positions of a batch's completions, divided by the temperature: but for their
     normalisation, the logarithms of the distributions that the tokens there are drawn from.
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     # A token is drawn from the logits at the one before it
-    kept = torch.tensor(columns, device=ids.device) + batch["prompt_ids"].size(1) - 1
+    kept = columns + batch["prompt_ids"].size(1) - 1
     with trainer.accelerator.autocast():
         output = trainer.model(
             input_ids=ids, attention_mask=batch.attention_mask, logits_to_keep=kept, use_cache=False

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from trl import GRPOConfig, GRPOTrainer
 
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, float32
 from isopo_trl.backward_thread import calling_thread
 from isopo_trl.geometry.cost import KEPT_BY_KERNELS
 from isopo_trl.geometry.statistics import Statistics
@@ -465,6 +465,24 @@ def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
         trainer.isopo.end()
         results.append(torch.cat([p.grad.float().flatten() for p in trainer.model.parameters()]))
     assert (results[1] - results[0]).norm() / results[0].norm() < 0.1
+
+
+def test_a_small_step_from_weights_of_bf16_is_seen_in_float32():
+    """In TF32 alone it is lost."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(64, 256, device="cuda", generator=generator).bfloat16().float() for _ in range(2))
+    step = 1e-5 * torch.randn(64, 256, device="cuda", generator=generator)
+    moved = weight + step
+    expected = x.double() @ (moved - weight).double().T
+
+    def error(product):
+        return ((product(x, moved) - product(x, weight)).double() - expected).norm() / expected.norm()
+
+    with float32.products(tf32=False):
+        assert error(float32.linear) < 0.05
+        assert error(torch.nn.functional.linear) < 0.05
+    with float32.products(tf32=True):
+        assert error(torch.nn.functional.linear) > 0.2
 
 
 @pytest.mark.parametrize("rule", [batches.EUCLIDEAN, batches.INTERACTING], ids=batches.named)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer, step_kl, trl_seam
@@ -217,6 +218,36 @@ def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughou
             assert line["step/kl_stderr"] == pytest.approx(exact.stderr, rel=1e-6)
 
 
+@pytest.mark.parametrize("narrow", ["weights", "products", "base"])
+def test_steps_in_bf16_are_measured_as_by_wider_numbers(narrow, tmp_path):
+    """Which they would not be by bf16: rounding is of the size of the step there."""
+    weights = Weights()
+    base = tiny.model("qwen3", dtype=torch.float32 if narrow == "products" else torch.bfloat16)
+    options = {"callbacks": [weights]}
+    if narrow == "base":
+        options["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = training.build(
+        tmp_path,
+        base,
+        Recorded,
+        options=options,
+        log_step_kl=True,
+        step_kl_share=1.0,
+        bf16=narrow == "products",
+        learning_rate=1e-3 if narrow == "weights" else 1e-4,
+        max_steps=2,
+        max_completion_length=12,
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "step/kl" in line]
+    model = trainer.model.double().eval()
+    if trainer.accelerator.native_amp:
+        model.forward = model._original_forward
+    for step, line in enumerate(lines):
+        found = exact_divergences(model, trainer.batches[step], weights.before[step], weights.after[step], 1.0)
+        assert line["step/kl"] == pytest.approx(summed(found).kl, rel=0.02)
+
+
 def test_tokens_are_compared_where_a_model_has_no_logits_at_given_positions():
     class AtTheEnd(torch.nn.Module):
         def forward(self, input_ids, logits_to_keep: int = 0):
@@ -298,7 +329,7 @@ def scored(trainer, batch, rows):
     with torch.no_grad(), step_kl.evaluating(trainer.model):
         expected = trl_seam.batch_logps(trainer, whole)[rows]
         (kept,) = trl_seam.scored_together(trainer, [whole.rows(rows[:1]), whole.rows(rows[1:])])
-        logits = trl_seam.log_distributions(trainer, kept, list(range(kept.completion_mask.size(1))))
+        logits = trl_seam.log_distributions(trainer, kept, torch.arange(kept.completion_mask.size(1)))
         return expected, trl_seam.batch_logps(trainer, kept), logits, kept, whole
 
 

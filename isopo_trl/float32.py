@@ -1,0 +1,115 @@
+"""
+Forward passes in float32, whatever the model is trained in: so that a step of the optimizer is seen.
+
+The weights of most models come from a file in bf16, and in float32 they begin as such numbers. A step moves them by a
+small part of what lies between two of these, and of what TF32 can tell apart. Rounded to either, most of them are
+where they were, and the step seems to have hardly happened; where products cut bits off instead, it seems a hundred
+times as long. That goes on until steps have spread the weights. Rounded activations do less harm: they add noise,
+which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in bf16 (`benchmarks/step_precision.py`).
+
+So under [`in_float32`] activations are in float32, and narrower weights are widened where they are used. On GPUs,
+where float32 is slow, a product with a weight is made in two parts: with the weight as TF32 has it, in TF32, and with
+what is left of it, in bf16. All other products are in float32 proper.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from . import trl_seam
+
+
+# Elements of a weight that are widened, or taken apart, at a time
+LARGEST = 2**26
+_NARROW = (torch.bfloat16, torch.float16)
+_BITS_LEFT_OUT = 13  # of float32's fraction, by TF32
+# What does not widen its arguments by itself
+_PRODUCTS = {
+    functional.linear,
+    functional.bilinear,
+    functional.layer_norm,
+    functional.rms_norm,
+    functional.group_norm,
+    functional.conv1d,
+    functional.conv2d,
+    functional.conv3d,
+    functional.scaled_dot_product_attention,
+    torch.einsum,
+    *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
+    *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
+}
+
+
+@contextmanager
+def in_float32(trainer: Any) -> Iterator[None]:
+    """Context in which the trainer's model is run in float32, unless its attention, or FSDP2, runs it in bf16."""
+    model, accelerator = trainer.model, trainer.accelerator
+    fused = "flash" in str(getattr(model.config, "_attn_implementation", None))
+    with ExitStack() as loans:
+        if not fused and not accelerator.is_fsdp2:  # which casts the weights it gathers by itself
+            if accelerator.native_amp:
+                loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
+                loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
+            loans.enter_context(products(tf32=False))
+            loans.enter_context(Float32())
+        yield
+
+
+class Float32(TorchFunctionMode):
+    """Context in which what is narrower than float32 is widened: embeddings, and what weights are multiplied with."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is functional.embedding:
+            return _wide(function(*args, **kwargs))
+        if function is functional.linear:
+            return linear(*args, **kwargs)
+        if function in _PRODUCTS:
+            return function(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
+        return function(*args, **kwargs)
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As PyTorch's, in float32 where the arguments are not wider."""
+    input, bias = _wide(input), _wide(bias)
+    rows = max(1, LARGEST // weight.size(-1))
+    if weight.dim() != 2 or len(weight) <= rows:
+        return _product(input, weight, bias)
+    output = input.new_empty(*input.shape[:-1], len(weight))
+    biases = [None] * -(-len(weight) // rows) if bias is None else bias.split(rows)
+    for out, part, own in zip(output.split(rows, dim=-1), weight.split(rows), biases, strict=True):
+        out.copy_(_product(input, part, own))
+    return output
+
+
+def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    is_narrow = weight.dtype in _NARROW  # so that TF32 has all of it
+    if input.device.type != "cuda" or input.dtype != torch.float32 or not (is_narrow or weight.dtype == torch.float32):
+        return functional.linear(input, _wide(weight), bias)
+    coarse, rest = (weight.float(), None) if is_narrow else in_two_parts(weight)
+    with products(tf32=True):
+        output = functional.linear(input, coarse, bias)
+    return output if rest is None else output.add_(functional.linear(input.bfloat16(), rest))
+
+
+def in_two_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in float32, rounded to what TF32 has numbers for, and what is left of it, in bf16."""
+    half = 1 << (_BITS_LEFT_OUT - 1)
+    coarse = ((weight.view(torch.int32) + half) & -(1 << _BITS_LEFT_OUT)).view(torch.float32)
+    return coarse, (weight - coarse).bfloat16()
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
+
+
+def products(tf32: bool) -> AbstractContextManager[None]:
+    """Context in which GPUs multiply matrices of float32 in TF32, or do not."""
+    settings = torch.backends.cuda.matmul
+    if hasattr(settings, "fp32_precision"):  # from PyTorch 2.9 on
+        return trl_seam.borrowed(settings, fp32_precision="tf32" if tf32 else "ieee")
+    return trl_seam.borrowed(settings, allow_tf32=tf32)

@@ -1,0 +1,104 @@
+"""What is run in float32 for a step to be seen: the same as by a model whose weights are in float32."""
+
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from isopo_trl import float32
+from isopo_trl.float32 import Float32, in_two_parts, linear
+from tests import tiny, training
+
+
+def ids():
+    return torch.randint(5, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_narrow_weights_are_run_in_float32(family, dtype):
+    """Norms, products of matrices, embeddings that are scaled."""
+    model = tiny.model(family).eval().to(dtype)
+    if family == "qwen3_moe":  # its default, a grouped matrix product, rounds what the experts see
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        with Float32():
+            found = model(input_ids=ids(), use_cache=False).logits
+        rounded = model(input_ids=ids(), use_cache=False).logits
+        expected = model.float()(input_ids=ids(), use_cache=False).logits
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - rounded).abs().max() > 1e-4  # which is more than what is allowed above
+
+
+def test_adapters_in_float32_on_a_narrow_base():
+    torch.manual_seed(0)
+    base = tiny.model("qwen3").bfloat16()
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    with torch.no_grad():
+        with Float32():
+            found = model(input_ids=ids(), use_cache=False).logits
+        expected = model.float()(input_ids=ids(), use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_wider_numbers_stay_as_they_are():
+    model = tiny.model("qwen3", dtype=torch.float64).eval()
+    with torch.no_grad():
+        with Float32():
+            found = model(input_ids=ids(), use_cache=False).logits
+        assert torch.equal(found, model(input_ids=ids(), use_cache=False).logits)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("at_a_time", [1, 8 * 3, 8 * 7, 2**26])
+def test_large_weights_are_multiplied_in_parts(at_a_time, bias, monkeypatch):
+    monkeypatch.setattr(float32, "LARGEST", at_a_time)  # less than a row, three of seven, all
+    generator = torch.Generator().manual_seed(0)
+    x, weight, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 5, 8), (7, 8), (7,)))
+    found = linear(x, weight, b if bias else None)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), b.float() if bias else None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_weight_in_two_parts_is_the_weight_and_tf32_has_the_first():
+    weight = torch.cat([torch.randn(1000) * 10.0**power for power in (-20, -3, 0, 20)])
+    coarse, rest = in_two_parts(weight)
+    assert not (coarse.view(torch.int32) & 0x1FFF).any()  # the bits that TF32 leaves out
+    assert rest.dtype == torch.bfloat16
+    torch.testing.assert_close(coarse, weight, rtol=2**-11, atol=0)
+    torch.testing.assert_close(coarse.double() + rest.double(), weight.double(), rtol=2**-19, atol=0)
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_a_step_from_weights_of_bf16_is_what_is_left_of_them(direction):
+    """A small one: it is not lost in the first part, nor does it move that by as much as TF32 can tell apart."""
+    weight = (torch.randn(1000) / 50).bfloat16().float()
+    step = direction * 1e-8 * torch.rand(1000)
+    moved = weight + step
+    coarse, rest = in_two_parts(moved)
+    large = weight.abs() > 1e-3
+    assert large.sum() > 900
+    assert torch.equal(coarse[large], weight[large])
+    torch.testing.assert_close(rest[large].float(), (moved - weight)[large], rtol=2**-8, atol=0)
+
+
+def only_narrow(module, query, *args, **kwargs):
+    assert query.dtype == torch.bfloat16, "this kernel does not support float32"
+    return sdpa_attention_forward(module, query, *args, **kwargs)
+
+
+def test_a_model_that_cannot_be_run_in_float32_is_measured_as_it_is_trained(tmp_path, caplog, monkeypatch):
+    AttentionInterface.register("only_narrow", only_narrow)
+    monkeypatch.setattr(logging.getLogger("isopo_trl"), "propagate", True)
+    config = tiny.model("llama").config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="only_narrow")
+    trainer = training.build(tmp_path, model, log_step_kl=True, max_steps=3, learning_rate=1e-2)
+    lines = training.train(trainer)
+    assert all(line["step/kl"] > 0 for line in lines)
+    (warning,) = [record.message for record in caplog.records if "float32" in record.message]
+    assert "this kernel does not support float32" in warning
