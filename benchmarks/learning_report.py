@@ -559,22 +559,19 @@ def correlation(layer: Result, name: str, where: str, unit: bool) -> float | Non
 
 # Steps of measured length
 
-LENGTHS = ["nats per token of a step", "on other sequences", "steps shortened", "learning rate at the end"]
+LENGTHS = ["nats per token of a step", "steps shortened", "learning rate at the end"]
 
 
 def step_cells(results: list[Result]) -> list[str]:
     """
-    Of runs whose steps were measured: their divergence, mean over the steps of the second half; that of a generation's
-    first step as the second finds it, on sequences that it was not computed from; the share of steps that were
-    shortened; and the learning rate, mean over the last ten steps.
+    Of runs whose steps were measured: their divergence, mean over the steps of the second half; the share of steps
+    that were shortened; and the learning rate, mean over the last ten steps.
     """
     lengths = [column(r, "step/kl") for r in results]
-    drifts = [drift_of_one_step(r) for r in results]
     shortened = [column(r, "step/kept") for r in results]
     rates = [column(r, "step/learning_rate")[-10:] for r in results]
     return [
         spread([fmean(values[len(values) // 2 :]) for values in lengths if values], "{:.2g}"),
-        spread([fmean(values) for values in drifts if values], "{:.2g}"),
         spread([100 * fmean(kept < 1 for kept in values) for values in shortened if values], "{:.0f} %"),
         spread([fmean(values) for values in rates if values], "{:.1e}"),
     ]
@@ -594,13 +591,6 @@ def kl(result: Result) -> float | None:
 
 def column(result: Result, name: str) -> list[float]:
     return known(result["steps"].get(name, []))
-
-
-def drift_of_one_step(result: Result) -> list[float]:
-    """Divergence from the sampler in the second step of each generation, in the second half of a run."""
-    values = result["steps"].get("step/behaviour_kl", [])
-    places = range(len(values) // 2, len(values))
-    return known(values[i] for i in places if i % result["settings"]["steps_per_generation"] == 1)
 
 
 def biggest(result: Result, name: str) -> float | None:

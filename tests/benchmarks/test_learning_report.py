@@ -10,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 
 ROOT = Path(__file__).parents[2]
 MATRIX = ROOT / "benchmarks" / "learning" / "matrix.yaml"
+CONTENT = yaml.safe_load(MATRIX.read_text())
+TARGET = CONTENT["methods"]["fisher_kl"]["target_kl"]
+(OTHERS,) = (group["over"]["target_kl"] for group in CONTENT["groups"] if group["group"] == "targets")
 PROBLEMS = 200
 
 
@@ -300,19 +304,21 @@ def test_figures_are_drawn_and_shown(of_many):
         assert (docs / name).read_bytes().startswith(b"\x89PNG") and f"]({name})" in page
 
 
+def short(number):
+    return f"{number:.0e}".replace("e-0", "e-")
+
+
 def started(method, rate, seed, draw, **changed):
     """A run of the group of starting rates; with a target for its steps where the method's name says so."""
     result = made_up("fisher", rate, seed, draw)
     name = f"{method}{''.join(f'-target{value}' for value in changed.values())}-lr{rate:.0e}-seed{seed}"
     result |= {"name": name.replace("e-0", "e-")}
     if method.endswith("_kl"):
-        result["settings"] = result["settings"] | {"method": method, "target_kl": 3e-4} | changed
+        result["settings"] = result["settings"] | {"method": method, "target_kl": TARGET} | changed
         lengths = [1e-4 * draw.random() for _ in range(50)]
         kept = [1.0 if draw.random() < 0.9 else 0.5 for _ in range(50)]
         rates = [1e-6 * draw.random() for _ in range(50)]
-        drifts = [0.0 if step % 2 == 0 else 1e-5 * draw.random() for step in range(50)]
         result["steps"] |= {"step/kl": lengths, "step/kept": kept, "step/learning_rate": rates}
-        result["steps"] |= {"step/behaviour_kl": drifts}
     return result
 
 
@@ -327,22 +333,20 @@ def test_starting_rates_are_compared_with_the_best_of_all(report):
     _, page = report(before_training(), *itertools.chain(*runs.values()))
     rows = rows_of(page, "Starting learning rates")
     means = {key: 100 * np.mean([r["test"]["accuracy"] for r in own]) for key, own in runs.items()}
-    labels = {"fisher_kl": "fisher, target 3e-4", "fisher": "fisher", "grpo": "grpo"}
+    labels = {"fisher_kl": f"fisher, target {short(TARGET)}", "fisher": "fisher", "grpo": "grpo"}
     assert set(rows) == set(labels.values()) and rows["grpo"]["1e-5"] == "not run"
     for (method, rate), own in runs.items():
         values = [100 * r["test"]["accuracy"] for r in own]
-        cell = rows[labels[method]][f"{rate:.0e}".replace("e-0", "e-")]
+        cell = rows[labels[method]][short(rate)]
         expected = [np.median(values), min(values), max(values), means[method, rate] - max(means.values()), 3]
         assert numbers(cell) == pytest.approx(expected, abs=0.051)
     assert (report.docs / "results_starts.png").read_bytes().startswith(b"\x89PNG") and "](results_starts.png)" in page
     own = runs["fisher_kl", 1e-5]
-    line = next(line for line in page.splitlines() if line.startswith("| fisher, target 3e-4, 1e-5 |"))
-    n, _, length, drift, shortened, rate = (cell.strip() for cell in line.strip("|").split("|")[1:])
+    line = next(line for line in page.splitlines() if line.startswith(f"| fisher, target {short(TARGET)}, 1e-5 |"))
+    n, _, length, shortened, rate = (cell.strip() for cell in line.strip("|").split("|")[1:])
     assert n == "3"
     lengths = [np.mean(r["steps"]["step/kl"][25:]) for r in own]
     assert float(length.split(" ")[0]) == pytest.approx(np.median(lengths), rel=0.05)
-    drifts = [np.mean(r["steps"]["step/behaviour_kl"][25::2]) for r in own]
-    assert float(drift.split(" ")[0]) == pytest.approx(np.median(drifts), rel=0.05)
     shares = [100 * np.mean([kept < 1 for kept in r["steps"]["step/kept"]]) for r in own]
     assert numbers(shortened)[0] == pytest.approx(np.median(shares), abs=0.51)
     ends = [np.mean(r["steps"]["step/learning_rate"][-10:]) for r in own]
@@ -352,31 +356,22 @@ def test_starting_rates_are_compared_with_the_best_of_all(report):
 def test_targets_of_one_start_stand_side_by_side(report):
     draw = random.Random(4)
     _, page = report(started("fisher_kl", 1e-6, 0, draw))
-    assert "Not yet run: `fisher_kl-target0.001-lr1e-6-seed0`" in page.partition("## Targets for a step")[2]
-    other = started("fisher_kl", 1e-6, 0, draw, target_kl=0.001)
-    _, page = report(other, started("fisher_kl", 1e-6, 1, draw))
+    assert f"Not yet run: `fisher_kl-target{OTHERS[0]}-lr1e-6-seed0`" in page.partition("## Targets for a step")[2]
+    other = started("fisher_kl", 1e-6, 0, draw, target_kl=OTHERS[0])
+    _, page = report(other, started("fisher_kl", 1e-6, 0, draw), started("fisher_kl", 1e-6, 1, draw))
     rows = rows_of(page, "Targets for a step")
-    assert list(rows) == ["3e-4", "1e-3"]
-    assert numbers(rows["1e-3"]["test accuracy"]) == [pytest.approx(100 * other["test"]["accuracy"], abs=0.051)]
+    assert list(rows) == list(map(short, sorted([TARGET, OTHERS[0]])))
+    cells = rows[short(OTHERS[0])]
+    assert numbers(cells["test accuracy"]) == [pytest.approx(100 * other["test"]["accuracy"], abs=0.051)]
     held_back = np.mean([validation["accuracy"] for validation in other["validations"]])
-    assert numbers(rows["1e-3"]["held back"]) == [pytest.approx(100 * held_back, abs=0.051)]
-
-
-def test_starts_with_another_target_have_a_row_of_their_own(report):
-    draw = random.Random(6)
-    careful, usual = (started("fisher_kl", 1e-7, 0, draw, **changed) for changed in ({"target_kl": 1e-4}, {}))
-    status, page = report(careful, usual)
-    rows = rows_of(page, "Starting learning rates")
-    assert status == 0 and list(rows) == ["fisher, target 3e-4", "fisher, target 1e-4"]
-    for label, result in (("fisher, target 3e-4", usual), ("fisher, target 1e-4", careful)):
-        assert numbers(rows[label]["1e-7"])[0] == pytest.approx(100 * result["test"]["accuracy"], abs=0.051)
+    assert numbers(cells["held back"]) == [pytest.approx(100 * held_back, abs=0.051)]
 
 
 def test_results_of_other_settings_than_the_matrix_has_now_are_named(report, capsys):
-    result = started("fisher_kl", 1e-7, 0, random.Random(7), target_kl=1e-4)
+    result = started("fisher_kl", 1e-7, 0, random.Random(7), target_kl=OTHERS[0])
     status, _ = report(result | {"name": "fisher_kl-lr1e-7-seed0"})
     assert status == 1
-    assert "fisher_kl-lr1e-7-seed0 has target_kl=0.0001, the matrix says 0.0003" in capsys.readouterr().err
+    assert f"fisher_kl-lr1e-7-seed0 has target_kl={OTHERS[0]}, the matrix says {TARGET}" in capsys.readouterr().err
 
 
 def test_results_in_the_repository_are_as_the_matrix_has_them(learning_report):
