@@ -87,10 +87,17 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    is_narrow = weight.dtype in _NARROW  # so that TF32 has all of it
-    if input.device.type != "cuda" or input.dtype != torch.float32 or not (is_narrow or weight.dtype == torch.float32):
-        return functional.linear(input, _wide(weight), bias)
-    coarse, rest = (weight.float(), None) if is_narrow else in_two_parts(weight)
+    if input.device.type == "cuda" and input.dtype == torch.float32 and weight.dtype in (torch.float32, *_NARROW):
+        return product_in_parts(input, weight, bias)
+    return functional.linear(input, _wide(weight), bias)
+
+
+def product_in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product with a weight of float32, or of less, in TF32 and bf16."""
+    if weight.dtype == torch.float32:
+        coarse, rest = in_two_parts(weight)
+    else:
+        coarse, rest = weight.float(), None  # TF32 has all of it
     with products(tf32=True):
         output = functional.linear(input, coarse, bias)
     return output if rest is None else output.add_(functional.linear(input.bfloat16(), rest))

@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isopo_trl import float32
-from isopo_trl.float32 import Float32, in_two_parts, linear
+from isopo_trl.float32 import Float32, in_two_parts, linear, product_in_parts
 from tests import tiny, training
 
 
@@ -85,6 +85,21 @@ def test_a_step_from_weights_of_bf16_is_what_is_left_of_them(direction):
     assert large.sum() > 900
     assert torch.equal(coarse[large], weight[large])
     torch.testing.assert_close(rest[large].float(), (moved - weight)[large], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_product_in_parts_is_the_product(dtype, bias):
+    """As GPUs make it; in the part that is in TF32 there, this machine has float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, b = (torch.randn(shape, generator=generator) for shape in ((2, 5, 64), (7, 64), (7,)))
+    weight = weight.to(dtype)
+    found = product_in_parts(x, weight, b if bias else None)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), b.double() if bias else None)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    if dtype == torch.float32:
+        coarse = torch.nn.functional.linear(x.double(), in_two_parts(weight)[0].double(), b.double() if bias else None)
+        assert (coarse - expected).abs().max() > 5e-4  # the first part alone
 
 
 def only_narrow(module, query, *args, **kwargs):
