@@ -24,7 +24,7 @@ from . import trl_seam
 
 
 # Elements of a weight that are widened, or taken apart, at a time
-LARGEST = 2**26
+LARGEST = 2**25
 _NARROW = (torch.bfloat16, torch.float16)
 _BITS_LEFT_OUT = 13  # of float32's fraction, by TF32
 # What does not widen its arguments by itself
@@ -106,7 +106,7 @@ def product_in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 def in_two_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight in float32, rounded to what TF32 has numbers for, and what is left of it, in bf16."""
     half = 1 << (_BITS_LEFT_OUT - 1)
-    coarse = ((weight.view(torch.int32) + half) & -(1 << _BITS_LEFT_OUT)).view(torch.float32)
+    coarse = (weight.view(torch.int32) + half).bitwise_and_(-(1 << _BITS_LEFT_OUT)).view(torch.float32)
     return coarse, (weight - coarse).bfloat16()
 
 
