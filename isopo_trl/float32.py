@@ -55,6 +55,7 @@ def in_float32(trainer: Any) -> Iterator[None]:
                 loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
                 loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
             loans.enter_context(products(tf32=False))
+            loans.enter_context(_precision(getattr(torch.backends.cudnn, "conv", torch.backends.cudnn), tf32=False))
             loans.enter_context(Float32())
         yield
 
@@ -116,7 +117,10 @@ def _wide(value: Any) -> Any:
 
 def products(tf32: bool) -> AbstractContextManager[None]:
     """Context in which GPUs multiply matrices of float32 in TF32, or do not."""
-    settings = torch.backends.cuda.matmul
+    return _precision(torch.backends.cuda.matmul, tf32)
+
+
+def _precision(settings: Any, tf32: bool) -> AbstractContextManager[None]:
     if hasattr(settings, "fp32_precision"):  # from PyTorch 2.9 on
         return trl_seam.borrowed(settings, fp32_precision="tf32" if tf32 else "ieee")
     return trl_seam.borrowed(settings, allow_tf32=tf32)

@@ -107,6 +107,21 @@ def only_narrow(module, query, *args, **kwargs):
     return sdpa_attention_forward(module, query, *args, **kwargs)
 
 
+def test_tf32_is_off_inside_and_as_it_was_outside(tmp_path):
+    def settings():
+        matrices, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        if hasattr(cudnn, "conv"):  # from PyTorch 2.9 on
+            return matrices.fp32_precision == "tf32", cudnn.conv.fp32_precision == "tf32"
+        return matrices.allow_tf32, cudnn.allow_tf32
+
+    before = settings()
+    with float32.in_float32(training.build(tmp_path)):
+        assert settings() == (False, False)
+        with float32.products(tf32=True):
+            assert settings() == (True, False)
+    assert settings() == before
+
+
 def test_a_model_that_cannot_be_run_in_float32_is_measured_as_it_is_trained(tmp_path, caplog, monkeypatch):
     AttentionInterface.register("only_narrow", only_narrow)
     monkeypatch.setattr(logging.getLogger("isopo_trl"), "propagate", True)

@@ -233,7 +233,7 @@ def test_steps_in_bf16_are_measured_as_by_wider_numbers(narrow, tmp_path):
         options=options,
         log_step_kl=True,
         step_kl_share=1.0,
-        bf16=narrow == "products",
+        bf16=narrow != "weights",
         learning_rate=1e-3 if narrow == "weights" else 1e-4,
         max_steps=2,
         max_completion_length=12,
