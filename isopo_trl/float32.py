@@ -29,7 +29,6 @@ _NARROW = (torch.bfloat16, torch.float16)
 _BITS_LEFT_OUT = 13  # of float32's fraction, by TF32
 # What does not widen its arguments by itself
 _PRODUCTS = {
-    functional.linear,
     functional.bilinear,
     functional.layer_norm,
     functional.rms_norm,

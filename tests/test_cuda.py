@@ -480,7 +480,6 @@ def test_a_small_step_from_weights_of_bf16_is_seen_in_float32():
 
     with float32.products(tf32=False):
         assert error(float32.linear) < 0.05
-        assert error(torch.nn.functional.linear) < 0.05
     with float32.products(tf32=True):
         assert error(torch.nn.functional.linear) > 0.2
 

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -34,6 +35,45 @@ def test_narrow_weights_are_run_in_float32(family, dtype):
     assert (found - rounded).abs().max() > 1e-4  # which is more than what is allowed above
 
 
+PRODUCTS = {
+    "linear": lambda x, w: functional.linear(x, w),
+    "linear, one row": lambda x, w: functional.linear(x, w[0]),
+    "bilinear": lambda x, w: functional.bilinear(x, x, w.expand(3, 4, 4)),
+    "layer_norm": lambda x, w: functional.layer_norm(x, [4], w[0], w[1]),
+    "rms_norm": lambda x, w: functional.rms_norm(x, [4], weight=w[0]),
+    "group_norm": lambda x, w: functional.group_norm(x, 2, w[0], bias=w[1]),
+    "conv1d": lambda x, w: functional.conv1d(x.view(1, 4, 4), w.view(4, 4, 1)),
+    "conv2d": lambda x, w: functional.conv2d(x.view(1, 4, 4, 1), w.view(4, 4, 1, 1)),
+    "conv3d": lambda x, w: functional.conv3d(x.view(1, 4, 4, 1, 1), w.view(4, 4, 1, 1, 1)),
+    "attention": lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], value=w[None]),
+    "einsum": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+    "@": lambda x, w: x @ w,
+    "reversed @": lambda x, w: w @ x,
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "x.matmul": lambda x, w: x.matmul(w),
+    "mm": lambda x, w: torch.mm(x, w),
+    "x.mm": lambda x, w: x.mm(w),
+    "bmm": lambda x, w: torch.bmm(x[None], w[None]),
+    "x.bmm": lambda x, w: x[None].bmm(w[None]),
+    "addmm": lambda x, w: torch.addmm(w[0], x, w),
+    "x.addmm": lambda x, w: x.addmm(w, w),
+    "baddbmm": lambda x, w: torch.baddbmm(w, x[None], w[None]),
+    "x.baddbmm": lambda x, w: x[None].baddbmm(w[None], w[None]),
+    "addbmm": lambda x, w: torch.addbmm(w, x[None], w[None]),
+    "x.addbmm": lambda x, w: x.addbmm(w[None], w[None]),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_products_of_activations_and_narrow_weights_are_in_float32(product):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator).bfloat16()
+    with Float32():
+        found = product(x, weight)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, product(x, weight.float()))
+
+
 def test_adapters_in_float32_on_a_narrow_base():
     torch.manual_seed(0)
     base = tiny.model("qwen3").bfloat16()
@@ -61,7 +101,7 @@ def test_large_weights_are_multiplied_in_parts(at_a_time, bias, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     x, weight, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 5, 8), (7, 8), (7,)))
     found = linear(x, weight, b if bias else None)
-    expected = torch.nn.functional.linear(x.float(), weight.float(), b.float() if bias else None)
+    expected = functional.linear(x.float(), weight.float(), b.float() if bias else None)
     torch.testing.assert_close(found, expected)
 
 
@@ -95,10 +135,10 @@ def test_a_product_in_parts_is_the_product(dtype, bias):
     x, weight, b = (torch.randn(shape, generator=generator) for shape in ((2, 5, 64), (7, 64), (7,)))
     weight = weight.to(dtype)
     found = product_in_parts(x, weight, b if bias else None)
-    expected = torch.nn.functional.linear(x.double(), weight.double(), b.double() if bias else None)
+    expected = functional.linear(x.double(), weight.double(), b.double() if bias else None)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
     if dtype == torch.float32:
-        coarse = torch.nn.functional.linear(x.double(), in_two_parts(weight)[0].double(), b.double() if bias else None)
+        coarse = functional.linear(x.double(), in_two_parts(weight)[0].double(), b.double() if bias else None)
         assert (coarse - expected).abs().max() > 5e-4  # the first part alone
 
 
