@@ -7,10 +7,8 @@ kernels, without dropout, and in float32. The log-probabilities of the training 
 logits are rounded to steps of an eighth, and passes over different batches differ by more than a small step does.
 
 What is compared at a position is the distribution over the vocabulary, so that the divergence given the text before
-it is exact. Where those of all positions do not fit into `LARGEST_DISTRIBUTIONS`, what is kept of them are the likely
-tokens and one probability for all others: the divergence of that is no larger, and for a trained model hardly smaller.
-Where the logits do not fit into `LARGEST_LOGITS`, some of the positions are compared: all of the first ones, at which
-a step often changes most, and others at equal distances, each of which stands for those around it.
+it is exact. Where the logits do not fit into `LARGEST_LOGITS`, some of the positions are compared: all of the first
+ones, at which a step often changes most, and others at equal distances, each of which stands for those around it.
 
 The log-probabilities of the tokens that stand there are compared only where a model has no logits to give at chosen
 positions. With `d = log pi_after - log pi_before`, the mean of `exp(d) - 1 - d` is the divergence if the tokens are
@@ -24,7 +22,7 @@ two sums over sequences: positions of one sequence are not independent.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -39,14 +37,10 @@ from .step_size import Measurement
 logger = logging.getLogger(__name__)
 
 
-# Elements, in float32, that the distributions of a rank's sequences may have where they are kept, before and after the
-# step each, and where they are computed
-LARGEST_DISTRIBUTIONS = 2**26
+# Elements, in float32, that the logits of a rank's sequences may have, before and after the step each
 LARGEST_LOGITS = 2**27
-# Tokens at a position whose probabilities are kept where not all are
-LIKELY = 1024
-# Elements of them that are compared at a time, in float64
-COMPARED_AT_A_TIME = 2**22
+# Elements of them that are compared at a time
+COMPARED_AT_A_TIME = 2**24
 
 
 def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
@@ -78,24 +72,6 @@ def on_device(values: list[Any], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def outline(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
-    """
-    Log-probabilities `[B, C, K + 1]` of some tokens at each position, and of all others together, in float64.
-
-    Args:
-        logits (`torch.Tensor`): `[B, C, V]`, log-probabilities up to a constant.
-        likely (`torch.Tensor`): `[B, C, K]`, the tokens.
-    """
-    return _in_parts(_outlined, logits, likely)
-
-
-def _outlined(logits: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
-    logits = logits.double()
-    own = logits.gather(-1, likely) - logits.logsumexp(-1, keepdim=True)
-    others = -torch.expm1(own.logsumexp(-1, keepdim=True))
-    return torch.cat([own, others.clamp(min=torch.finfo(torch.float64).eps).log()], dim=-1)
-
-
 def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """
     Sums over a sequence's positions of their divergence, and numbers of positions: `[B, 2]`, in float64.
@@ -105,8 +81,10 @@ def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor
         weights (`torch.Tensor`): `[B, C]`, how many positions each of them stands for; 0 where it does not count.
     """
     if before.dim() == 3:
-        # In float32 the sum over the vocabulary would have an error of the size of a small divergence
-        each = _in_parts(_of_distributions, before, after)
+        # A few positions at a time
+        number = max(1, COMPARED_AT_A_TIME // before.size(-1))
+        parts = zip(*(logits.flatten(0, 1).split(number) for logits in (before, after)), strict=True)
+        each = torch.cat([_of_distributions(*rows) for rows in parts]).double().unflatten(0, before.shape[:2])
     else:
         change = after.double() - before.double()
         each = torch.expm1(change) - change
@@ -116,17 +94,21 @@ def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor
 
 
 def _of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """`[N]`, from log-probabilities `[N, V]`; a token that cannot occur before the step adds nothing."""
-    before, after = before.double().log_softmax(-1), after.double().log_softmax(-1)
-    terms = before.exp() * (before - after)
-    return torch.where(before.isneginf(), 0.0, terms).sum(-1).clamp(min=0)
-
-
-def _in_parts(function: Callable[..., torch.Tensor], logits: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`[B, C, ...]`: the function's result for `[B, C, V]` and `[B, C, K]`, of a few positions at a time."""
-    number = max(1, COMPARED_AT_A_TIME // logits.size(-1))
-    parts = zip(*(values.flatten(0, 1).split(number) for values in (logits, other)), strict=True)
-    return torch.cat([function(*rows) for rows in parts]).unflatten(0, logits.shape[:2])
+    """
+    `[N]`, from log-probabilities `[N, V]` up to a constant, in float32 or what is wider: sums of `q - p - p * d`, with
+    `d = log q - log p`, in which no term is negative. A token that cannot occur before the step adds `q`; one that can
+    no longer occur makes the divergence infinite.
+    """
+    dtype = torch.promote_types(before.dtype, torch.float32)
+    p, q = before.log_softmax(-1, dtype=dtype), after.log_softmax(-1, dtype=dtype)
+    d = q - p
+    p.exp_()
+    q.exp_()
+    # Without cancellation where q is near p, and without overflow where it is far above
+    near = torch.expm1(d).sub_(d).mul_(p)
+    far = (q - p).addcmul_(p, d, value=-1)
+    terms = torch.where(d < 1, near, far)
+    return torch.where(p == 0, q, terms).sum(-1).clamp(min=0)
 
 
 def sums(rows: torch.Tensor) -> torch.Tensor:
@@ -174,7 +156,6 @@ class StepKL:
         self._before: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
         self._columns: list[torch.Tensor] | None = None  # which of a completion's they are, if not all tokens'
-        self._likely: list[torch.Tensor] | None = None  # tokens at them whose probabilities are kept, if not of all
 
     def begin(self) -> None:
         """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
@@ -213,22 +194,13 @@ class StepKL:
                 for scored, places, (_, weights) in zip(self._weights, self._columns, chosen, strict=True)
             ]
         self._before = self._first_scores()
-        if least > 0 and most > LARGEST_DISTRIBUTIONS:
-            self._likely = [logits.topk(min(LIKELY, logits.size(-1))).indices for logits in self._before]
-            self._before = self._outlined(self._before)
 
     def measure(self) -> Measurement:
         """After the step, as often as needed. The same on all ranks."""
         device = self._trainer.accelerator.device
-        after = self._outlined(self._scores())
-        rows = [divergences(*part) for part in zip(self._before, after, self._weights, strict=True)]
+        rows = [divergences(*part) for part in zip(self._before, self._scores(), self._weights, strict=True)]
         totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
-
-    def _outlined(self, scores: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._likely is None:
-            return scores
-        return [outline(logits, likely) for logits, likely in zip(scores, self._likely, strict=True)]
 
     def _first_scores(self) -> list[torch.Tensor]:
         if not self._as_trained:

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer, step_kl, trl_seam
-from isopo_trl.step_kl import columns, divergences, drawn, measurement, outline, sums
+from isopo_trl.step_kl import columns, divergences, drawn, measurement, sums
 from tests import oracle, tiny, training
 
 
@@ -43,20 +43,44 @@ def test_positions_count_for_those_that_they_stand_for():
     assert found[:, 1].tolist() == [3.5, 5.0]
 
 
-@pytest.mark.parametrize("at_a_time", [1, 14, 2**22])
-def test_an_outline_has_likely_tokens_and_the_rest(at_a_time, monkeypatch):
-    monkeypatch.setattr(step_kl, "COMPARED_AT_A_TIME", at_a_time)
-    before, after = distributions(2, 3, 7)
-    likely = before.topk(3).indices
-    found = outline(after + 5, likely).exp()
-    torch.testing.assert_close(found[..., :3], after.exp().gather(-1, likely))
-    torch.testing.assert_close(found[..., 3], 1 - after.exp().gather(-1, likely).sum(-1))
-    # Less is told by it, and nothing by tokens that cannot occur
-    ones = torch.ones(2, 3)
-    whole, part = divergences(before, after, ones), divergences(outline(before, likely), outline(after, likely), ones)
-    assert (part[:, 0] < whole[:, 0]).all() and (part[:, 0] > 0).all()
-    every = torch.arange(7).expand(2, 3, 7)
-    torch.testing.assert_close(divergences(outline(before, every), outline(after, every), ones), whole)
+@pytest.mark.parametrize("size", [1000, 150_000])
+@pytest.mark.parametrize("scale", [1, 10])
+def test_small_divergences_are_told_in_float32(scale, size):
+    generator = torch.Generator().manual_seed(0)
+    logits, step = (torch.randn(4, 4, size, generator=generator) for _ in range(2))
+    before = scale * logits
+    exact = before.double().log_softmax(-1)
+    spread = ((exact.exp() * step.square()).sum(-1) - (exact.exp() * step).sum(-1).square()).unsqueeze(-1)
+    for kl in (1e-8, 1e-7, 1e-6, 1e-4, 1e-2, 1):
+        after = (before + (2 * kl / spread).sqrt() * step).float()
+        change = after.double().log_softmax(-1) - exact
+        expected = (exact.exp() * (torch.expm1(change) - change)).sum()
+        assert expected > kl
+        found = divergences(before, after, torch.ones(4, 4))[:, 0].sum()
+        assert found.item() == pytest.approx(expected.item(), rel=1e-3 if kl == 1e-8 else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_tokens_that_cannot_occur_and_steps_without_measure(dtype):
+    def kl(before, after):
+        found = divergences(*(torch.tensor([[values]], dtype=dtype) for values in (before, after)), torch.ones(1, 1))
+        return found[0, 0].item()
+
+    never = -math.inf
+    assert kl([never, 1.0, 2.0], [never, 1.0, 2.0]) == 0
+    expected = kl([1.0, 2.0], [1.5, 2.0])
+    assert expected > 0 and kl([never, 1.0, 2.0], [never, 1.5, 2.0]) == pytest.approx(expected, rel=1e-6)
+    assert kl([never, 0.0], [0.0, 0.0]) == pytest.approx(math.log(2))  # half of the probability has gone there
+    assert kl([-200.0, 0.0], [0.0, 0.0]) == pytest.approx(math.log(2))  # where float32 has 0
+    assert kl([-80.0, 0.0], [80.0, 0.0]) == pytest.approx(80)
+    assert kl([0.0, 0.0], [-300.0, 0.0]) == pytest.approx(150 - math.log(2))
+    assert kl([0.0, 1.0], [never, 1.0]) == math.inf
+    for broken in (math.nan, math.inf):
+        for place in (0, 1):
+            changed = [1.0, 2.0]
+            changed[place] = broken
+            assert math.isnan(kl(changed, [1.0, 2.0])) and math.isnan(kl([1.0, 2.0], changed))
+    assert math.isnan(kl([1.0, 2.0], [never, never]))
 
 
 def test_positions_are_all_of_the_first_and_some_of_the_others_which_stand_for_all():
@@ -134,11 +158,8 @@ class Weights(TrainerCallback):
         self.after.append({name: value.clone() for name, value in model.state_dict().items()})
 
 
-def exact_divergences(model, batch, before, after, temperature, likely=None):
-    """
-    Of each sequence alone, unpadded: those at its completion's positions, by enumeration; or of probabilities of so
-    many tokens, those that were the largest, and of the rest.
-    """
+def exact_divergences(model, batch, before, after, temperature):
+    """Of each sequence alone, unpadded: those at its completion's positions, by enumeration."""
     found = []
     for place in range(len(batch["prompt_ids"])):
         prompt = batch["prompt_ids"][place][batch["prompt_mask"][place].bool()]
@@ -149,10 +170,6 @@ def exact_divergences(model, batch, before, after, temperature, likely=None):
             with torch.no_grad():
                 logits.append((model(input_ids=ids, use_cache=False).logits[0] / temperature).log_softmax(-1))
         old, new = (values[len(prompt) - 1 : -1] for values in logits)
-        if likely is not None:
-            places = old.sort(descending=True).indices
-            old, new = (values.exp().gather(-1, places) for values in (old, new))
-            old, new = (torch.cat([p[:, :likely], p[:, likely:].sum(-1, keepdim=True)], -1).log() for p in (old, new))
         found.append((old.exp() * (old - new)).sum(-1))
     return found
 
@@ -164,12 +181,9 @@ def summed(divergences, weights=None):
     return measurement(sums(torch.tensor(rows, dtype=torch.float64)).tolist())
 
 
-@pytest.mark.parametrize("compared", ["all positions", "likely tokens", "some positions", "tokens"])
+@pytest.mark.parametrize("compared", ["all positions", "some positions", "tokens"])
 def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughout, tmp_path, monkeypatch):
     largest = 5000  # of 12 sequences with distributions over a hundred tokens: a few positions of each
-    if compared in ("likely tokens", "some positions"):
-        monkeypatch.setattr(step_kl, "LARGEST_DISTRIBUTIONS", 0)
-        monkeypatch.setattr(step_kl, "LIKELY", 9)
     if compared == "some positions":
         monkeypatch.setattr(step_kl, "LARGEST_LOGITS", largest)
     if compared == "tokens":
@@ -195,11 +209,10 @@ def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughou
     assert len(lines) == 3
     model = tiny.model("qwen3", dtype=torch.float64).eval()
     for step, line in enumerate(lines):
-        likely = 9 if compared in ("likely tokens", "some positions") else None
         found = [
             each
             for batch in trainer.batches[2 * step : 2 * step + 2]
-            for each in exact_divergences(model, batch, weights.before[step], weights.after[step], 0.8, likely)
+            for each in exact_divergences(model, batch, weights.before[step], weights.after[step], 0.8)
         ]
         exact = summed(found)
         if compared == "some positions":
