@@ -44,7 +44,7 @@ class StepControl(TrainerCallback):
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
         self._restore_rates()
-        self.kl.forget()
+        self.kl.reset()
         if self.behaviour is not None:
             self.behaviour.forget()
         self._kept = None
@@ -55,6 +55,9 @@ class StepControl(TrainerCallback):
         optimizers.check(getattr(optimizer, "optimizer", optimizer), args.target_kl)  # inside of DeepSpeed's
         if self.size is not None and self._trainer.is_deepspeed_enabled:
             deepspeed_weights.check(optimizer)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.kl.reset()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.kl.begin()

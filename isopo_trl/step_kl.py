@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import trl_seam
 from .float32 import in_float32
+from .replayed import Replayed
 from .step_size import Measurement
 
 
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 LARGEST_LOGITS = 2**27
 # Elements of them that are compared at a time
 COMPARED_AT_A_TIME = 2**24
+# Numbers of positions that batches are padded to where passes are replayed, so that their shapes come again
+REPLAYED_WIDTH = 64
 
 
 def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
@@ -65,6 +68,12 @@ def columns(width: int, share: float, step: int, seed: int) -> tuple[list[int], 
     first = number // 2
     late = [first + place for place in drawn(width - first, (number - first) / (width - first), step, seed)]
     return [*range(first), *late], [1.0] * first + [(width - first) / len(late)] * len(late)
+
+
+def padded_columns(places: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
+    """The same, up to a multiple of `REPLAYED_WIDTH`: what is added stands for nothing."""
+    more = -len(places) % REPLAYED_WIDTH
+    return places + places[-1:] * more, weights + [0.0] * more
 
 
 def on_device(values: list[Any], device: torch.device) -> torch.Tensor:
@@ -147,6 +156,12 @@ class StepKL:
         self._trainer = trainer
         self._share = share
         self._as_trained = False  # whether to score as the model is trained, because it cannot be run in float32
+        self._replayed: Replayed | None = None
+        self.forget()
+
+    def reset(self) -> None:
+        """Begin a new run, or end one."""
+        self._replayed = None
         self.forget()
 
     def forget(self) -> None:
@@ -155,7 +170,8 @@ class StepKL:
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
-        self._columns: list[torch.Tensor] | None = None  # which of a completion's they are, if not all tokens'
+        # What a model takes for the logits there, if it can be asked for them
+        self._inputs: list[tuple[torch.Tensor, ...]] | None = None
 
     def begin(self) -> None:
         """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
@@ -188,12 +204,20 @@ class StepKL:
         if least > 0:
             share, step, seed = LARGEST_LOGITS / most, trainer.state.global_step, trainer.args.seed
             chosen = [columns(scored.size(1), share, step, seed) for scored in self._weights]
-            self._columns = [on_device(places, device) for places, _ in chosen]
+            if share >= 1 and self._replays():  # else there are as many in each step
+                chosen = [padded_columns(*each) for each in chosen]
+            places = [on_device(places, device) for places, _ in chosen]
             self._weights = [
-                scored[:, places] * on_device(weights, device)
-                for scored, places, (_, weights) in zip(self._weights, self._columns, chosen, strict=True)
+                scored[:, own] * on_device(weights, device)
+                for scored, own, (_, weights) in zip(self._weights, places, chosen, strict=True)
             ]
-        self._before = self._first_scores()
+            parts = zip(self._batches, places, strict=True)
+            self._inputs = [
+                trl_seam.distribution_inputs(batch, own, self._replayed_width(batch)) for batch, own in parts
+            ]
+        self._before = [
+            scores if self._replayed is None else self._replayed.own(scores) for scores in self._first_scores()
+        ]
 
     def measure(self) -> Measurement:
         """After the step, as often as needed. The same on all ranks."""
@@ -201,6 +225,20 @@ class StepKL:
         rows = [divergences(*part) for part in zip(self._before, self._scores(), self._weights, strict=True)]
         totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
+
+    def _replays(self) -> bool:
+        """Whether passes are replayed, if they can be."""
+        trainer = self._trainer
+        if self._replayed is None or self._replayed.model is not trainer.model:
+            self._replayed = Replayed(trainer.model)
+        alone = len(self._batches) == 1  # else the next pass would write over what this one returns
+        return alone and not self._as_trained and not trainer.is_deepspeed_enabled and self._replayed.is_usable
+
+    def _replayed_width(self, batch: trl_seam.Batch) -> int:
+        """What a batch is padded to on the right; 0 if not at all."""
+        # By one position at least: a mask that hides nothing is left out, but not where a pass is recorded
+        width = (batch.attention_mask.size(1) // REPLAYED_WIDTH + 1) * REPLAYED_WIDTH
+        return width if self._replays() and width <= trl_seam.most_positions(self._trainer) else 0
 
     def _first_scores(self) -> list[torch.Tensor]:
         if not self._as_trained:
@@ -220,16 +258,26 @@ class StepKL:
         trainer, batches = self._trainer, self._batches
         precision = nullcontext() if self._as_trained else in_float32(trainer)
         with torch.no_grad(), evaluating(trainer.model), precision:
-            if self._columns is None:
+            if self._inputs is None:
                 scores = [trl_seam.batch_logps(trainer, batch) for batch in batches]
             else:
-                parts = zip(batches, self._columns, strict=True)
-                scores = [trl_seam.log_distributions(trainer, batch, places) for batch, places in parts]
+                scores = [self._distributions(inputs) for inputs in self._inputs]
         # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
         for module in self._trainer.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return scores
+
+    def _distributions(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        trainer = self._trainer
+
+        def distributions(*inputs: torch.Tensor) -> torch.Tensor:
+            return trl_seam.log_distributions(trainer, *inputs)
+
+        if not self._replays():
+            return distributions(*inputs)
+        assert self._replayed is not None
+        return self._replayed(distributions, inputs, trainer.temperature)
 
 
 @contextmanager

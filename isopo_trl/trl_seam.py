@@ -8,6 +8,7 @@ The methods that [`ISOPOTrainer`] overrides stand in `trainer.py`, as they must;
 
 import importlib
 import inspect
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -422,7 +423,7 @@ def batch_logps(trainer: Any, batch: Batch) -> torch.Tensor:
 
 
 def distribution_size(trainer: Any, batch: Batch) -> int:
-    """Elements of [`log_distributions`] at all positions; 0 where there are none to be had."""
+    """Elements of [`log_distributions`] at all positions of completions; 0 where there are none to be had."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
     if _has_images(batch) or not takes_positions(base):
@@ -436,19 +437,33 @@ def takes_positions(model: torch.nn.Module) -> bool:
     return parameter is not None and "Tensor" in str(parameter.annotation)
 
 
-def log_distributions(trainer: Any, batch: Batch, columns: torch.Tensor) -> torch.Tensor:
+def most_positions(trainer: Any) -> float:
+    """Width of a batch up to which all models of the family have a place for every position, padding included."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    number = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    return math.inf if number is None else number - 2  # some begin to count at 2
+
+
+def distribution_inputs(batch: Batch, columns: torch.Tensor, width: int = 0) -> tuple[torch.Tensor, ...]:
     """
-    Logits `[B, len(columns), V]` at some positions of a batch's completions, divided by the temperature: but for their
-    normalisation, the logarithms of the distributions that the tokens there are drawn from.
+    What [`log_distributions`] takes for some positions of a batch's completions: token ids and attention mask, padded
+    on the right to at least `width`, and where the logits are.
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    more = (0, max(0, width - ids.size(1)))
     # A token is drawn from the logits at the one before it
     kept = columns + batch["prompt_ids"].size(1) - 1
+    return torch.nn.functional.pad(ids, more), torch.nn.functional.pad(batch.attention_mask, more), kept
+
+
+def log_distributions(trainer: Any, ids: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """
+    Logits `[B, len(kept), V]` of a pass without gradient, divided by the temperature: but for their normalisation, the
+    logarithms of the distributions that the tokens there are drawn from.
+    """
     with trainer.accelerator.autocast():
-        output = trainer.model(
-            input_ids=ids, attention_mask=batch.attention_mask, logits_to_keep=kept, use_cache=False
-        )
-    return output.logits if trainer.temperature == 1 else output.logits / trainer.temperature
+        output = trainer.model(input_ids=ids, attention_mask=mask, logits_to_keep=kept, use_cache=False)
+    return output.logits if trainer.temperature == 1 else output.logits.div_(trainer.temperature)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from trl import GRPOConfig, GRPOTrainer
 
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, float32
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, float32, replayed, step_kl
 from isopo_trl.backward_thread import calling_thread
 from isopo_trl.geometry.cost import KEPT_BY_KERNELS
 from isopo_trl.geometry.statistics import Statistics
@@ -497,3 +497,162 @@ def test_the_largest_gradients_that_are_kept(rule):
     expected = torch.einsum("m,mpd->pd", run.ledger.table[run.index, 0].double(), V[:, -64:].double())
     combined = v.combined(V, run.ledger, run.index, torch.float32)
     batches.close(combined[-64:], expected, batches.GRADIENT[torch.float32])
+
+
+# Passes that are replayed
+
+
+def scores_of(model):
+    """A pass of the model alone, for [`Replayed`]."""
+
+    def scores(ids, mask, kept):
+        with torch.no_grad(), step_kl.evaluating(model), float32.products(tf32=False), float32.Float32():
+            return model(input_ids=ids, attention_mask=mask, logits_to_keep=kept, use_cache=False).logits
+
+    return scores
+
+
+def inputs_on_the_gpu(seed, width=64, number=2):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, 90, (number, width), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[:, -5:] = 0
+    return ids.cuda(), mask.cuda(), torch.arange(8, 40).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_scores_that_are_replayed_are_those_that_are_not(lora, dtype):
+    """Before and after a step, by the same graph."""
+    model = tiny.model("llama", dtype=dtype)
+    if lora:
+        model = adapted(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    model = model.cuda()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    passes, scores = replayed.Replayed(model), scores_of(model)
+    assert passes.is_usable
+    last = None
+    for step in range(4):
+        for seed in (0, 1):
+            inputs = inputs_on_the_gpu(seed)
+            found, expected = passes.own(passes(scores, inputs)), scores(*inputs)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        assert step == 0 or passes._recorded == 1
+        assert last is None or (found - last).abs().max() > 1e-2  # the step is seen
+        last = found
+        ids, mask, _ = inputs
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(passes._recordings) == 1 and passes.is_usable
+
+
+def test_graphs_of_many_shapes_share_their_memory():
+    model = tiny.model("llama").cuda()
+    passes, scores = replayed.Replayed(model), scores_of(model)
+    for _ in range(3):
+        for width in range(64, 64 * 11, 64):
+            inputs = inputs_on_the_gpu(width, width)
+            torch.testing.assert_close(passes(scores, inputs), scores(*inputs), rtol=1e-3, atol=1e-4)
+    assert len(passes._recordings) == replayed.MOST_AT_A_TIME and passes.is_usable
+    passes.forget()
+    torch.testing.assert_close(passes(scores, inputs), scores(*inputs), rtol=1e-3, atol=1e-4)
+
+
+def active_memory():
+    return torch.cuda.memory_stats()["active_bytes.all.current"]
+
+
+class Waits(torch.nn.Module):
+    """What cannot be recorded: found by trying, or by the recording itself."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+        self.wait = wait
+
+    def forward(self, x):
+        self.wait(x)
+        return x * self.weight
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: torch.cuda.synchronize(), lambda x: x.cpu()],
+    ids=["item", "nonzero", "synchronize", "cpu"],
+)
+def test_a_model_that_waits_for_the_device_is_not_replayed_and_leaves_it_in_order(wait):
+    model = Waits(wait).requires_grad_(False)
+    passes, stream = replayed.Replayed(model), torch.cuda.current_stream()
+    for value in range(4):
+        x = torch.full((3, 4), float(value), device="cuda")
+        assert torch.equal(passes(model, (x,)), x)
+    assert not passes.is_usable and torch.cuda.get_sync_debug_mode() == 0
+    assert torch.cuda.current_stream() == stream and not torch.cuda.is_current_stream_capturing()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    # Another model can be recorded after it, and memory that two streams have used comes back
+    plain = Waits(lambda x: None).requires_grad_(False)
+    others = replayed.Replayed(plain)
+    for value in range(4):
+        x = torch.full((3, 4), float(value), device="cuda")
+        assert torch.equal(others(plain, (x,)), x)
+    assert len(others._recordings) == 1
+    assert torch.rand(3, device="cuda").isfinite().all()
+    side, taken = torch.cuda.Stream(), active_memory()
+    for _ in range(3):
+        y = torch.ones(2**20, device="cuda")
+        y.record_stream(side)
+        del y
+    torch.cuda.synchronize()
+    torch.ones(1, device="cuda")  # when events are looked at
+    assert active_memory() <= taken
+
+
+def test_models_that_are_not_whole_on_one_gpu_are_not_replayed():
+    assert replayed.is_recordable(tiny.model("llama").cuda())
+    model = tiny.model("llama").cuda()
+    model.lm_head.cpu()
+    assert not replayed.is_recordable(model)
+    model = get_peft_model(tiny.model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).cuda()
+    assert not replayed.is_recordable(model)
+
+
+class Never(replayed.Replayed):
+    """The same passes, padded alike, but not replayed."""
+
+    def _may_record(self, key):
+        return False
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path):
+    trainer = trainer_for(qwen3(lora), tmp_path, log_step_kl=True, step_kl_share=1.0, temperature=0.9)
+    optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    kl, plain = trainer.step_control.kl, step_kl.StepKL(trainer, 1.0)
+    plain._replayed = Never(trainer.model)
+    recorded = 0
+    for step in range(10):
+        lengths = torch.randint(1, 100, (4,), generator=generator).tolist()
+        batch = oracle.random_batch([3, 1, 5, 4], lengths, 100, seed=step)
+        inputs = {name: value.cuda() for name, value in batch.for_trl().items()}
+        kl.begin()
+        trainer.compute_loss(trainer.model, {**inputs, "advantages": inputs["advantages"].float()}).backward()
+        trainer.isopo.end()
+        plain._batches = kl._batches
+        plain.score()
+        kl.score()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = plain.measure()
+        assert expected.kl > 1e-6
+        for _ in range(2):
+            found = kl.measure()
+            assert found.kl == pytest.approx(expected.kl, rel=1e-4)
+            assert found.stderr == pytest.approx(expected.stderr, rel=1e-3)
+        recorded = max(recorded, len(kl._replayed._recordings))
+        assert kl._replayed.is_usable and not plain._replayed._recordings
+        kl.forget()
+        plain.forget()
+    assert recorded > 1

@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from isopo_trl import ISOPOTrainer, step_kl, trl_seam
 from isopo_trl.step_kl import columns, divergences, drawn, measurement, sums
 from tests import oracle, tiny, training
+from tests.test_replayed import OnCPU
 
 
 # On plain tensors
@@ -342,7 +343,8 @@ def scored(trainer, batch, rows):
     with torch.no_grad(), step_kl.evaluating(trainer.model):
         expected = trl_seam.batch_logps(trainer, whole)[rows]
         (kept,) = trl_seam.scored_together(trainer, [whole.rows(rows[:1]), whole.rows(rows[1:])])
-        logits = trl_seam.log_distributions(trainer, kept, torch.arange(kept.completion_mask.size(1)))
+        inputs = trl_seam.distribution_inputs(kept, torch.arange(kept.completion_mask.size(1)))
+        logits = trl_seam.log_distributions(trainer, *inputs)
         return expected, trl_seam.batch_logps(trainer, kept), logits, kept, whole
 
 
@@ -425,3 +427,59 @@ def test_dropout_and_bf16_play_no_part_in_the_measurement(tmp_path):
     expected = logits[:, -found.size(1) - 1 : -1]
     torch.testing.assert_close(found[mask], expected[mask])
     assert trainer.model.training and trainer.accelerator.native_amp
+
+
+# Replayed
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.8])
+def test_passes_that_are_replayed_have_the_same_measurements(temperature, float64_throughout, tmp_path, monkeypatch):
+    """Padded on the right, so that shapes come again; with completions of many lengths."""
+    made = []
+
+    class Noted(OnCPU):
+        def __init__(self, model):
+            super().__init__(model)
+            made.append(self)
+
+        def __call__(self, function, inputs, setting=None):
+            output = super().__call__(function, inputs, setting)
+            self.number = max(getattr(self, "number", 0), len(self._recordings))
+            ids, mask, places = inputs
+            assert ids.size(1) % 64 == 0 and not mask[:, -1].any() and len(places) % 64 == 0
+            return output
+
+    lines = {}
+    for kind in (step_kl.Replayed, Noted):
+        monkeypatch.setattr(step_kl, "Replayed", kind)
+        trainer = training.build(
+            tmp_path,
+            tiny.model("gpt2", dtype=torch.float64),  # with absolute positions
+            target_kl=1e-3,
+            step_kl_share=1.0,
+            temperature=temperature,
+            max_steps=4,
+            max_completion_length=12,
+            model_init_kwargs=None,
+        )
+        trainer.train()
+        lines[kind] = [line for line in trainer.state.log_history if "step/kl" in line]
+        assert trainer.step_control.kl._replayed is None  # whose memory is free again
+    (passes,) = [each for each in made if hasattr(each, "number")]
+    assert passes.number == 1
+    assert len(lines[Noted]) == 4
+    for found, expected in zip(*lines.values(), strict=True):
+        for name in ("step/kl", "step/kl_stderr", "step/learning_rate"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_a_batch_is_not_padded_beyond_the_models_positions(tmp_path):
+    trainer = training.build(tmp_path, "gpt2", log_step_kl=True)
+    kl = trainer.step_control.kl
+    kl._batches, kl._replayed = [None], OnCPU(trainer.model)
+    room = trainer.model.config.max_position_embeddings
+    widths = {}
+    for width in (63, 64, room - 3, room):
+        widths[width] = kl._replayed_width(trl_seam.Batch(oracle.random_batch([5], [width - 5], 50).for_trl()))
+    assert widths[room - 3] == widths[room] == 0
+    assert all(found in (0, 64 * (width // 64 + 1)) and found <= room - 2 for width, found in widths.items())
