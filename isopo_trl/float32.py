@@ -13,7 +13,8 @@ what is left of it, in bf16. All other products are in float32 proper.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,20 +28,12 @@ from . import trl_seam
 LARGEST = 2**25
 _NARROW = (torch.bfloat16, torch.float16)
 _BITS_LEFT_OUT = 13  # of float32's fraction, by TF32
-# What does not widen its arguments by itself
-_PRODUCTS = {
-    functional.bilinear,
-    functional.layer_norm,
-    functional.rms_norm,
-    functional.group_norm,
-    functional.conv1d,
-    functional.conv2d,
-    functional.conv3d,
-    functional.scaled_dot_product_attention,
-    torch.einsum,
-    *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
-    *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
-}
+# What PyTorch calls the precision of products, and its values without TF32 and with it; another name before 2.9
+_SETTING, _VALUES = (
+    ("fp32_precision", ("ieee", "tf32"))
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    else ("allow_tf32", (False, True))
+)
 
 
 @contextmanager
@@ -54,7 +47,7 @@ def in_float32(trainer: Any) -> Iterator[None]:
                 loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
                 loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
             loans.enter_context(products(tf32=False))
-            loans.enter_context(_precision(getattr(torch.backends.cudnn, "conv", torch.backends.cudnn), tf32=False))
+            loans.enter_context(Precision(getattr(torch.backends.cudnn, "conv", torch.backends.cudnn), tf32=False))
             loans.enter_context(Float32())
         yield
 
@@ -63,14 +56,7 @@ class Float32(TorchFunctionMode):
     """Context in which what is narrower than float32 is widened: embeddings, and what weights are multiplied with."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is functional.embedding:
-            return _wide(function(*args, **kwargs))
-        if function is functional.linear:
-            return linear(*args, **kwargs)
-        if function in _PRODUCTS:
-            return function(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
-        return function(*args, **kwargs)
+        return _INSTEAD.get(function, function)(*args, **(kwargs or {}))
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,12 +100,50 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
 
 
-def products(tf32: bool) -> AbstractContextManager[None]:
+def _embedding(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return _wide(functional.embedding(*args, **kwargs))
+
+
+def _widened(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
+
+
+# What does not widen its arguments by itself
+_PRODUCTS = [
+    functional.bilinear,
+    functional.layer_norm,
+    functional.rms_norm,
+    functional.group_norm,
+    functional.conv1d,
+    functional.conv2d,
+    functional.conv3d,
+    functional.scaled_dot_product_attention,
+    torch.einsum,
+    *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
+    *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
+]
+# Most calls under [`Float32`] are of none of these, and cost one look
+_INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{function: partial(_widened, function) for function in _PRODUCTS},
+    functional.embedding: _embedding,
+    functional.linear: linear,
+}
+
+
+def products(tf32: bool) -> "Precision":
     """Context in which GPUs multiply matrices of float32 in TF32, or do not."""
-    return _precision(torch.backends.cuda.matmul, tf32)
+    return Precision(torch.backends.cuda.matmul, tf32)
 
 
-def _precision(settings: Any, tf32: bool) -> AbstractContextManager[None]:
-    if hasattr(settings, "fp32_precision"):  # from PyTorch 2.9 on
-        return trl_seam.borrowed(settings, fp32_precision="tf32" if tf32 else "ieee")
-    return trl_seam.borrowed(settings, allow_tf32=tf32)
+class Precision:
+    """Context for some of PyTorch's settings of precision; entered for every layer, so without a generator."""
+
+    def __init__(self, settings: Any, tf32: bool):
+        self.settings, self.value = settings, _VALUES[tf32]
+
+    def __enter__(self) -> None:
+        self.own = getattr(self.settings, _SETTING)
+        setattr(self.settings, _SETTING, self.value)
+
+    def __exit__(self, *error: object) -> None:
+        setattr(self.settings, _SETTING, self.own)

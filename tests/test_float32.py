@@ -159,6 +159,9 @@ def test_tf32_is_off_inside_and_as_it_was_outside(tmp_path):
         assert settings() == (False, False)
         with float32.products(tf32=True):
             assert settings() == (True, False)
+        with pytest.raises(RuntimeError), float32.products(tf32=True):
+            raise RuntimeError
+        assert settings() == (False, False)
     assert settings() == before
 
 
