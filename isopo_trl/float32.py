@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from . import trl_seam
+from .kernels import two_parts
 
 
 # Elements of a weight that are widened, or taken apart, at a time
@@ -91,6 +92,8 @@ def product_in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
 
 def in_two_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight in float32, rounded to what TF32 has numbers for, and what is left of it, in bf16."""
+    if two_parts.usable(weight):
+        return two_parts.in_two_parts(weight, _BITS_LEFT_OUT)
     half = 1 << (_BITS_LEFT_OUT - 1)
     coarse = (weight.view(torch.int32) + half).bitwise_and_(-(1 << _BITS_LEFT_OUT)).view(torch.float32)
     return coarse, (weight - coarse).bfloat16()

@@ -22,7 +22,7 @@ from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, float32, replayed, step_
 from isopo_trl.backward_thread import calling_thread
 from isopo_trl.geometry.cost import KEPT_BY_KERNELS
 from isopo_trl.geometry.statistics import Statistics
-from isopo_trl.kernels import linear, v
+from isopo_trl.kernels import launch, linear, two_parts, v
 from tests import architectures, oracle, tiny, training
 from tests.kernels import batches
 from tests.layers.harness import Holder
@@ -482,6 +482,15 @@ def test_a_small_step_from_weights_of_bf16_is_seen_in_float32():
         assert error(float32.linear) < 0.05
     with float32.products(tf32=True):
         assert error(torch.nn.functional.linear) > 0.2
+
+
+@pytest.mark.parametrize("shape", [(4096, 2048), (2**18 + 1, 127)], ids=str)  # whole blocks, and not
+def test_a_large_weight_in_two_parts_has_the_bits_of_plain_pytorch(shape, monkeypatch):
+    weight = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    assert two_parts.usable(weight)
+    found = float32.in_two_parts(weight)
+    monkeypatch.setattr(launch, "ENABLED", False)
+    assert all(map(torch.equal, found, float32.in_two_parts(weight)))
 
 
 @pytest.mark.parametrize("rule", [batches.EUCLIDEAN, batches.INTERACTING], ids=batches.named)
