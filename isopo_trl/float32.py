@@ -14,7 +14,7 @@ what is left of it, in bf16. All other products are in float32 proper.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -87,7 +87,29 @@ def product_in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
         coarse, rest = weight.float(), None  # TF32 has all of it
     with products(tf32=True):
         output = functional.linear(input, coarse, bias)
-    return output if rest is None else output.add_(functional.linear(input.bfloat16(), rest))
+    return output if rest is None else _plus_product(output, input.bfloat16(), rest)
+
+
+def _plus_product(output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`output`, to which the product of narrower numbers is added, if possible while that is made."""
+    apart = weight.dim() != 2 or output.requires_grad or not output.is_contiguous()
+    if apart or not adds_to_float32(output.device):
+        return output.add_(functional.linear(input, weight))
+    rows = output.view(-1, output.size(-1))
+    torch.addmm(rows, input.reshape(-1, input.size(-1)), weight.t(), out_dtype=torch.float32, out=rows)
+    return output
+
+
+@lru_cache
+def adds_to_float32(device: torch.device) -> bool:
+    """Whether PyTorch adds a product of bf16 to a matrix of float32 there: on GPUs from 2.10 on, found by trying."""
+    one = torch.ones(16, 16, device=device)
+    small = 2**-7 * one.bfloat16()
+    try:
+        torch.addmm(one, small, small, out_dtype=torch.float32, out=one)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((one == 1 + 2**-10).all())
 
 
 def in_two_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

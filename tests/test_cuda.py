@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from packaging.version import Version
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
@@ -467,21 +468,34 @@ def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
     assert (results[1] - results[0]).norm() / results[0].norm() < 0.1
 
 
-def test_a_small_step_from_weights_of_bf16_is_seen_in_float32():
+@pytest.mark.parametrize("adds", [False, True], ids=["added apart", "added at once"])
+@pytest.mark.parametrize("size", [1e-5, 1e-7])
+def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size, adds, monkeypatch):
     """In TF32 alone it is lost."""
+    if not adds:
+        monkeypatch.setattr(float32, "adds_to_float32", lambda device: False)
+    elif not float32.adds_to_float32(torch.device("cuda:0")):
+        pytest.skip("not with this PyTorch")
     generator = torch.Generator("cuda").manual_seed(0)
     x, weight = (torch.randn(64, 256, device="cuda", generator=generator).bfloat16().float() for _ in range(2))
-    step = 1e-5 * torch.randn(64, 256, device="cuda", generator=generator)
+    weight = weight / 64
+    step = size * torch.randn(64, 256, device="cuda", generator=generator)
     moved = weight + step
     expected = x.double() @ (moved - weight).double().T
+    # What float32 has of an output of 4
+    rounding = 2**-22 * expected.numel() ** 0.5 / expected.norm()
 
     def error(product):
         return ((product(x, moved) - product(x, weight)).double() - expected).norm() / expected.norm()
 
     with float32.products(tf32=False):
-        assert error(float32.linear) < 0.05
+        assert error(float32.linear) < 0.05 + rounding
     with float32.products(tf32=True):
         assert error(torch.nn.functional.linear) > 0.2
+
+
+def test_pytorch_adds_products_of_bf16_to_float32_from_2_10_on():
+    assert float32.adds_to_float32(torch.device("cuda:0")) == (Version(torch.__version__) >= Version("2.10"))
 
 
 @pytest.mark.parametrize("shape", [(4096, 2048), (2**18 + 1, 127)], ids=str)  # whole blocks, and not

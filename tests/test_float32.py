@@ -142,6 +142,28 @@ def test_a_product_in_parts_is_the_product(dtype, bias):
         assert (coarse - expected).abs().max() > 5e-4  # the first part alone
 
 
+@pytest.mark.parametrize("weight_shape", [(7, 64), (64,)], ids=["matrix", "one row"])
+@pytest.mark.parametrize("shape", [(2, 5, 64), (5, 64), (64,), (0, 64)], ids=str)
+def test_the_second_part_is_added_where_pytorch_can_add_it(shape, weight_shape, monkeypatch):
+    added = []
+
+    def addmm(matrix, left, right, out_dtype, out):
+        assert matrix is out and matrix.dtype == out_dtype == torch.float32
+        assert left.dtype == right.dtype == torch.bfloat16
+        added.append(out.add_(left.float() @ right.float()))
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(shape, generator=generator), torch.randn(weight_shape, generator=generator)
+    expected = product_in_parts(x, weight, None)
+    monkeypatch.setattr(float32, "adds_to_float32", lambda device: True)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    torch.testing.assert_close(product_in_parts(x, weight, None), expected, rtol=0, atol=1e-4)
+    if x.dim() == 3:
+        turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+        torch.testing.assert_close(product_in_parts(turned, weight, None), expected, rtol=0, atol=1e-4)
+    assert bool(added) == (weight.dim() == 2)
+
+
 def only_narrow(module, query, *args, **kwargs):
     assert query.dtype == torch.bfloat16, "this kernel does not support float32"
     return sdpa_attention_forward(module, query, *args, **kwargs)
