@@ -9,7 +9,9 @@ which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in b
 
 So under [`in_float32`] activations are in float32, and narrower weights are widened where they are used. On GPUs,
 where float32 is slow, a product with a weight is made in two parts: with the weight as TF32 has it, in TF32, and with
-what is left of it, in bf16. All other products are in float32 proper.
+what is left of it, in bf16. PyTorch's fused attention, which has no weights, is in float16 there: it has as many bits
+as TF32, 11, and so the same noise; bf16 has 8. Numbers that are too large for it are cut to the largest that is taken,
+before the step as after it. All other products are in float32 proper.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,6 +31,8 @@ from .kernels import two_parts
 LARGEST = 2**25
 _NARROW = (torch.bfloat16, torch.float16)
 _BITS_LEFT_OUT = 13  # of float32's fraction, by TF32
+# The largest number in attention: half of what float16 holds, so that it holds a mean of them, too, however rounded
+MOST_ATTENDED = 2.0**15
 # What PyTorch calls the precision of products, and its values without TF32 and with it; another name before 2.9
 _SETTING, _VALUES = (
     ("fp32_precision", ("ieee", "tf32"))
@@ -121,6 +125,23 @@ def in_two_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return coarse, (weight - coarse).bfloat16()
 
 
+def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    query, key, value = given = [_wide(query), _wide(key), _wide(value)]
+    no_numbers = attn_mask is None or attn_mask.dtype == torch.bool
+    if no_numbers and all(x.is_cuda and x.dtype == torch.float32 for x in given):
+        return attention_in_float16(query, key, value, attn_mask, *args, **kwargs)
+    return functional.scaled_dot_product_attention(query, key, value, _wide(attn_mask), *args, **kwargs)
+
+
+def attention_in_float16(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """As PyTorch's, of tensors in float32, and so is the result."""
+    # Infinite where it is too large, and finite again
+    query, key, value = (x.half().clamp_(-MOST_ATTENDED, MOST_ATTENDED) for x in (query, key, value))
+    return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs).float()
+
+
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
 
@@ -142,7 +163,6 @@ _PRODUCTS = [
     functional.conv1d,
     functional.conv2d,
     functional.conv3d,
-    functional.scaled_dot_product_attention,
     torch.einsum,
     *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
     *(getattr(torch.Tensor, name) for name in ("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm")),
@@ -152,6 +172,7 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: partial(_widened, function) for function in _PRODUCTS},
     functional.embedding: _embedding,
     functional.linear: linear,
+    functional.scaled_dot_product_attention: _attention,
 }
 
 

@@ -498,6 +498,26 @@ def test_pytorch_adds_products_of_bf16_to_float32_from_2_10_on():
     assert float32.adds_to_float32(torch.device("cuda:0")) == (Version(torch.__version__) >= Version("2.10"))
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": True}], ids=["all", "causal", "masked"])
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_attention_in_float32_is_close_to_that_in_float64(size, options):
+    """It is in float16: no number is too large for it."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 96, 64, device="cuda", generator=generator) for _ in range(3))
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.ones(2, 1, 96, 96, dtype=torch.bool, device="cuda").tril()}
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with float32.Float32():
+        found = attention(query * size, key * size, value * size, **options)
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    if size == 1:
+        expected = attention(query.double(), key.double(), value.double(), **options)
+        error = (found - expected).norm() / expected.norm()
+        assert 1e-5 < error < 2e-3
+    else:
+        assert found.abs().max() <= 1.01 * float32.MOST_ATTENDED
+
+
 @pytest.mark.parametrize("shape", [(4096, 2048), (2**18 + 1, 127)], ids=str)  # whole blocks, and not
 def test_a_large_weight_in_two_parts_has_the_bits_of_plain_pytorch(shape, monkeypatch):
     weight = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))

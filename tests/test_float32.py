@@ -164,6 +164,67 @@ def test_the_second_part_is_added_where_pytorch_can_add_it(shape, weight_shape, 
     assert bool(added) == (weight.dim() == 2)
 
 
+def attended(x, keys, mask, is_causal, scale):
+    """By the definition, in float64."""
+    query, key, value = (x.double() for x in (x, *keys))
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+    scores = query @ key.mT * (query.size(-1) ** -0.5 if scale is None else scale)
+    allowed = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if is_causal else mask
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.mark.parametrize(
+    ("masked", "options"),
+    [
+        (False, {}),
+        (False, {"is_causal": True}),
+        (True, {}),
+        (True, {"scale": 0.5, "enable_gqa": True}),
+    ],
+    ids=["all", "causal", "masked", "grouped"],
+)
+def test_attention_in_float16_is_attention(masked, options):
+    generator = torch.Generator().manual_seed(0)
+    heads = 2 if options.get("enable_gqa") else 4
+    x = torch.randn(2, 4, 9, 16, generator=generator)
+    keys = [torch.randn(2, heads, 9, 16, generator=generator) for _ in range(2)]
+    mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril() if masked else None
+    given = [y.clone() for y in (x, *keys)]
+    found = float32.attention_in_float16(x, *keys, mask, **options)
+    expected = attended(x, keys, mask, options.get("is_causal", False), options.get("scale"))
+    assert found.dtype == torch.float32
+    assert 1e-6 < (found - expected).norm() / expected.norm() < 1e-3  # in bf16 it is more
+    assert all(map(torch.equal, given, (x, *keys)))
+
+
+@pytest.mark.parametrize("values", [1e6, 65504.0, torch.inf])
+def test_attention_between_numbers_that_float16_does_not_hold_is_finite(values):
+    x = torch.randn(2, 4, 9, 16, generator=torch.Generator().manual_seed(0)).sign() * values
+    for given in ((x, x, x), (x / values, x / values, x)) if values < torch.inf else ((x, x, x),):
+        found = float32.attention_in_float16(*given, is_causal=True)
+        assert found.isfinite().all() and found.abs().max() <= 2**15 * 1.001
+
+
+@pytest.mark.parametrize("name", ["bool", "none", "float", "float64"])
+def test_attention_is_in_float16_on_gpus_unless_it_would_lose_what_is_asked_for(name, monkeypatch):
+    calls = []
+    monkeypatch.setattr(float32, "attention_in_float16", lambda *args, **kwargs: calls.append((args, kwargs)))
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    dtype = torch.float64 if name == "float64" else torch.float32
+    x = torch.randn(1, 2, 3, 4, dtype=dtype).as_subclass(OnGPU)
+    mask = {"bool": torch.ones(3, 3, dtype=torch.bool), "float": torch.zeros(3, 3)}.get(name)
+    float32._attention(x, x, x, mask, is_causal=False)
+    assert bool(calls) == (name in ("bool", "none"))
+    if calls:
+        assert calls[0][0][3] is mask and calls[0][1] == {"is_causal": False}
+
+
 def only_narrow(module, query, *args, **kwargs):
     assert query.dtype == torch.bfloat16, "this kernel does not support float32"
     return sdpa_attention_forward(module, query, *args, **kwargs)
