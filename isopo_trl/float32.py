@@ -51,6 +51,7 @@ def in_float32(trainer: Any) -> Iterator[None]:
             if accelerator.native_amp:
                 loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
                 loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
+            loans.enter_context(trl_seam.borrowed(trainer.isopo._current, in_float32=True))
             loans.enter_context(products(tf32=False))
             loans.enter_context(Precision(getattr(torch.backends.cudnn, "conv", torch.backends.cudnn), tf32=False))
             loans.enter_context(Float32())

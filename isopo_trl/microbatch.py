@@ -234,6 +234,7 @@ class Microbatch:
 
 @dataclass
 class CurrentMicrobatch:
-    """The place where layers find the microbatch under way, if there is one."""
+    """The place where layers find the microbatch under way, if there is one, and whether they are run in float32."""
 
     microbatch: Microbatch | None = None
+    in_float32: bool = False

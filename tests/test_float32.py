@@ -238,14 +238,15 @@ def test_tf32_is_off_inside_and_as_it_was_outside(tmp_path):
         return matrices.allow_tf32, cudnn.allow_tf32
 
     before = settings()
-    with float32.in_float32(training.build(tmp_path)):
-        assert settings() == (False, False)
+    trainer = training.build(tmp_path)
+    with float32.in_float32(trainer):
+        assert settings() == (False, False) and trainer.isopo._current.in_float32
         with float32.products(tf32=True):
             assert settings() == (True, False)
         with pytest.raises(RuntimeError), float32.products(tf32=True):
             raise RuntimeError
         assert settings() == (False, False)
-    assert settings() == before
+    assert settings() == before and not trainer.isopo._current.in_float32
 
 
 def test_a_model_that_cannot_be_run_in_float32_is_measured_as_it_is_trained(tmp_path, caplog, monkeypatch):

@@ -36,6 +36,11 @@ def takes(x: torch.Tensor) -> bool:
     return x.dtype in _COMPILED and _is_new_enough(x.device) if x.is_cuda else x.dtype in _INTERPRETED
 
 
+def is_here(x: torch.Tensor) -> bool:
+    """Whether `x` is on the device that kernels run on; a model may be spread over several."""
+    return not x.is_cuda or x.get_device() == torch.cuda.current_device()
+
+
 @lru_cache
 def _is_new_enough(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from transformers.utils import is_triton_available
 
-from .launch import Plan, jit, launch, takes
+from .launch import Plan, is_here, jit, launch, takes
 
 
 if is_triton_available():
@@ -46,10 +46,7 @@ def _two_parts_plan(size: int, bits: int, device: torch.device) -> Plan:
 
 def usable(weight: torch.Tensor) -> bool:
     """Whether the kernel takes this weight."""
-    if weight.dtype != torch.float32 or not weight.is_contiguous() or not takes(weight):
-        return False
-    # Kernels run where PyTorch is now, which the rest of a model that is spread over devices is not
-    return not weight.is_cuda or weight.get_device() == torch.cuda.current_device()
+    return weight.dtype == torch.float32 and weight.is_contiguous() and takes(weight) and is_here(weight)
 
 
 def in_two_parts(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

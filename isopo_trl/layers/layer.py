@@ -72,6 +72,10 @@ class Layer:
         """The module's forward while a microbatch is under way and gradients are recorded."""
         raise NotImplementedError
 
+    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward everywhere else."""
+        return self.own_forward(module)(*args, **kwargs)
+
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         """
         How the statistics are computed for a microbatch of this size: `"ghost"`, `"kept"` or `"blocks"` (see
@@ -136,9 +140,11 @@ class Layer:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     layer = module.__dict__.get("_isopo_layer")
     # A deep copy of the model carries the layer along but is not the model that is trained
-    microbatch = layer.microbatch if layer is not None and getattr(layer, "module", None) is module else None
-    if microbatch is None:
+    if layer is None or getattr(layer, "module", None) is not module:
         return Layer.own_forward(module)(*args, **kwargs)
+    microbatch = layer.microbatch
+    if microbatch is None:
+        return layer.forward_apart(module, *args, **kwargs)
     if not args and not layer.takes_anything:  # the input given by name
         kind: Any = type(module)
         args = (kwargs.pop(list(inspect.signature(kind.forward).parameters)[1]),)

@@ -8,7 +8,7 @@ from torch import nn
 from ..geometry.sequences import Sequences
 from ..kernels import rms_norm
 from ..kernels.elementwise import elementwise_gradient
-from ..kernels.launch import takes
+from ..kernels.launch import is_here, takes
 from ..kernels.rms_norm import Flavour
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .elementwise import ElementwiseLayer
@@ -42,6 +42,9 @@ class RMSNormLayer(ElementwiseLayer):
         if not self._kernel_takes(module, microbatch, x) or args or kwargs:
             return super().forward(module, microbatch, x, *args, **kwargs)
         return _RMSNorm.apply(x, parameter_of(module, "weight"), self, microbatch)
+
+    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _apart(self, self._flavour, module, *args, **kwargs)
 
     def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
         if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
@@ -126,6 +129,9 @@ class FrozenRMSNorm(Layer):
             return type(module).forward(module, x, *args, **kwargs)
         return _FrozenRMSNorm.apply(x, weight, self.flavour, microbatch)
 
+    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _apart(self, self.flavour, module, *args, **kwargs)
+
 
 class _FrozenRMSNorm(LayerFunction):
     @staticmethod
@@ -144,6 +150,16 @@ class _FrozenRMSNorm(LayerFunction):
         # Of the weight's gradient, which nobody reads
         dx, _, _ = rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None, ledger=ctx.memory)
         return dx, None, None, None
+
+
+def _apart(layer: Layer, flavour: Any, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """By the kernel in passes that are made in float32, where many small operations would take most of the time."""
+    if layer.current.in_float32 and not torch.is_grad_enabled() and len(args) == 1 and not kwargs:
+        x, weight = args[0], parameter_of(module, "weight")
+        known = x.dtype == torch.float32 and x.shape[-1] <= rms_norm.MOST_FEATURES
+        if known and takes(x) and takes(weight) and is_here(x):
+            return rms_norm.forward(x.contiguous(), weight, flavour)[0]
+    return layer.own_forward(module)(*args, **kwargs)
 
 
 def frozen_norms(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:

@@ -496,3 +496,47 @@ def test_a_frozen_norm_refuses_a_second_derivative():
     isopo.abort()
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+# With the kernels: passes in float32 without gradients
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Counts what the kernel does."""
+    seen = []
+    forward = rms_norm.rms_norm.forward
+    monkeypatch.setattr(rms_norm.rms_norm, "forward", lambda *args: seen.append(args) or forward(*args))
+    return seen
+
+
+@batches.needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
+def test_in_a_pass_in_float32_the_kernel_gives_what_the_module_gives(kind, trained, dtype, launches):
+    norm = build(kind, dtype, trained).layer
+    plain = copy.deepcopy(norm)
+    isopo = ISOPO(nn.Sequential(norm, nn.Linear(D, D, device=DEVICE)))
+    isopo._current.in_float32 = True
+    x = inputs(B, H, T, dtype=torch.float32).transpose(1, 2)
+    with torch.no_grad():
+        found, expected = norm(x), plain(x)
+        assert len(launches) == 1 and found.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        assert norm(x[0, 0, 0]).shape == (D,) and len(launches) == 2
+
+
+@batches.needs_kernels
+def test_other_passes_without_gradients_are_the_modules(launches):
+    model = nn.Sequential(build(LlamaRMSNorm, torch.float32).layer)
+    norm, plain = model[0], copy.deepcopy(model[0])
+    isopo = ISOPO(model)
+    x = inputs(B, T, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(norm(x), plain(x))
+        isopo._current.in_float32 = True
+        assert torch.equal(norm(x.half()), plain(x.half())) and torch.equal(norm(x[:0]), plain(x[:0]))
+        assert torch.equal(norm(hidden_states=x), plain(x))
+        assert torch.equal(copy.deepcopy(norm)(x), plain(x))
+    assert torch.equal(norm(x), plain(x)) and not launches
