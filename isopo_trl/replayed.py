@@ -31,6 +31,8 @@ MOST_AT_A_TIME = 8
 MOST_RECORDED = 32
 # How often the model's tensors may move
 MOST_MOVES = 3
+# Bytes that no pass has needed so far, without which nothing is recorded: graphs keep up to half of them for good
+ROOM = 2**32
 # By how much a replayed output may differ, relative to the largest
 TOLERANCE = 1e-3
 # Elements that are compared at a time
@@ -111,7 +113,7 @@ class Replayed:
 
     def _may_record(self, key: Hashable) -> bool:
         if key in self._seen:
-            return self._recorded < MOST_RECORDED
+            return self._recorded < MOST_RECORDED and self._has_room()
         self._seen.add(key)
         return False
 
@@ -156,6 +158,10 @@ class Replayed:
 
     def _is_recordable(self) -> bool:
         return is_recordable(self.model)
+
+    def _has_room(self) -> bool:
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_reserved() >= ROOM
 
     def _tried(self, function: Pass, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         with refused_to_wait():

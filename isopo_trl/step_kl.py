@@ -43,7 +43,7 @@ LARGEST_LOGITS = 2**27
 # Elements of them that are compared at a time
 COMPARED_AT_A_TIME = 2**24
 # Numbers of positions that batches are padded to where passes are replayed, so that their shapes come again
-REPLAYED_WIDTH = 64
+REPLAYED_WIDTH = 128
 
 
 def drawn(count: int, share: float, step: int, seed: int) -> list[int]:
@@ -229,6 +229,8 @@ class StepKL:
     def _replays(self) -> bool:
         """Whether passes are replayed, if they can be."""
         trainer = self._trainer
+        if trainer.args.vllm_enable_sleep_mode:  # what is free while it sleeps is not
+            return False
         if self._replayed is None or self._replayed.model is not trainer.model:
             self._replayed = Replayed(trainer.model)
         alone = len(self._batches) == 1  # else the next pass would write over what this one returns

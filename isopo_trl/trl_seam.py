@@ -450,10 +450,10 @@ def distribution_inputs(batch: Batch, columns: torch.Tensor, width: int = 0) -> 
     on the right to at least `width`, and where the logits are.
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    more = (0, max(0, width - ids.size(1)))
-    # A token is drawn from the logits at the one before it
-    kept = columns + batch["prompt_ids"].size(1) - 1
-    return torch.nn.functional.pad(ids, more), torch.nn.functional.pad(batch.attention_mask, more), kept
+    width = max(width, ids.size(1))
+    ids, mask = (torch.nn.functional.pad(x, (0, width - x.size(1))) for x in (ids, batch.attention_mask))
+    # A token is drawn from the logits at the one before it; from the end, since adapters may put others in front
+    return ids, mask, columns + batch["prompt_ids"].size(1) - 1 - width
 
 
 def log_distributions(trainer: Any, ids: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,13 @@ class Again:
 
 class OnCPU(Replayed):
     recording = Again
+    room = True
 
     def _is_recordable(self):
         return True
+
+    def _has_room(self):
+        return self.room
 
     def _tried(self, function, inputs):
         return function(*inputs)
@@ -71,6 +75,15 @@ def test_a_pass_is_recorded_when_its_shapes_come_again_and_reads_inputs_and_weig
     assert torch.equal(passes(model, rows(1)), model(*rows(1))) and len(passes._recordings) == 2
     passes.forget()
     assert not passes._recordings and passes._output is None and passes._pool is None
+
+
+def test_without_room_nothing_is_recorded_until_there_is_some(model):
+    passes = OnCPU(model)
+    passes.room = False
+    for _ in range(3):
+        assert torch.equal(passes(model, rows(2)), model(*rows(2))) and not passes._recordings
+    passes.room = True
+    assert torch.equal(passes(model, rows(2)), model(*rows(2))) and passes._recordings
 
 
 def test_dtypes_and_settings_have_recordings_of_their_own(model):

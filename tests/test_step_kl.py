@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer, step_kl, trl_seam
@@ -366,6 +366,26 @@ def test_sequences_taken_out_of_their_batch_are_scored_as_in_it(float64_througho
     torch.testing.assert_close(own[mask], found[mask])
 
 
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+    ids=["prompt tuning", "prefix tuning"],
+)
+def test_virtual_tokens_do_not_move_the_positions_that_are_compared(adapter, tmp_path):
+    trainer = training.build(
+        tmp_path, "llama", options={"peft_config": adapter}, log_step_kl=True, gradient_checkpointing=False
+    )
+    batch = trl_seam.Batch(oracle.random_batch([4, 6], [5, 3], 50).for_trl())
+    with torch.no_grad(), step_kl.evaluating(trainer.model):
+        found = trl_seam.log_distributions(trainer, *trl_seam.distribution_inputs(batch, torch.arange(5)))
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        logits = trainer.model(input_ids=ids, attention_mask=batch.attention_mask, use_cache=False).logits
+    torch.testing.assert_close(found, logits[:, -6:-1])
+
+
 def test_sequences_are_taken_out_of_all_microbatches_of_a_step(tmp_path):
     trainer = training.prepared(training.build(tmp_path, "qwen3", log_step_kl=True, step_kl_share=0.5), accumulation=2)
     kl = trainer.step_control.kl
@@ -446,9 +466,10 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
             output = super().__call__(function, inputs, setting)
             self.number = max(getattr(self, "number", 0), len(self._recordings))
             ids, mask, places = inputs
-            assert ids.size(1) % 64 == 0 and not mask[:, -1].any() and len(places) % 64 == 0
+            assert ids.size(1) % 16 == 0 and not mask[:, -1].any() and len(places) % 16 == 0
             return output
 
+    monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
     lines = {}
     for kind in (step_kl.Replayed, Noted):
         monkeypatch.setattr(step_kl, "Replayed", kind)
@@ -473,13 +494,14 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
             assert found[name] == pytest.approx(expected[name], rel=1e-6)
 
 
-def test_a_batch_is_not_padded_beyond_the_models_positions(tmp_path):
+def test_a_batch_is_not_padded_beyond_the_models_positions(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
     trainer = training.build(tmp_path, "gpt2", log_step_kl=True)
     kl = trainer.step_control.kl
     kl._batches, kl._replayed = [None], OnCPU(trainer.model)
     room = trainer.model.config.max_position_embeddings
     widths = {}
-    for width in (63, 64, room - 3, room):
+    for width in (15, 16, room - 3, room):
         widths[width] = kl._replayed_width(trl_seam.Batch(oracle.random_batch([5], [width - 5], 50).for_trl()))
     assert widths[room - 3] == widths[room] == 0
-    assert all(found in (0, 64 * (width // 64 + 1)) and found <= room - 2 for width, found in widths.items())
+    assert all(found in (0, 16 * (width // 16 + 1)) and found <= room - 2 for width, found in widths.items())
