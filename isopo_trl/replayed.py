@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -91,7 +91,8 @@ class Replayed:
             return function(*inputs)
         key = (setting, *((x.shape, x.dtype, x.device) for x in inputs))
         if key not in self._recordings and not (self._may_record(key) and self._record(key, function, inputs)):
-            return function(*inputs)
+            with as_recorded():  # the pass that it is compared with may be
+                return function(*inputs)
         self._recordings.move_to_end(key)
         return self._recordings[key].replay(inputs)
 
@@ -222,18 +223,23 @@ class Recording:
         return self._output
 
 
+def as_recorded() -> AbstractContextManager[None]:
+    """Context in which transformers makes a pass by the kernels of a recording, where it does not look at masks."""
+    return trl_seam.borrowed(torch.cuda, is_current_stream_capturing=lambda: True)
+
+
 @contextmanager
 def refused_to_wait() -> Iterator[None]:
     """
-    Context in which what waits for the GPU is an error, and transformers makes a pass as it does under a recording,
-    where it does not look at masks. A recording that fails on its way is much harder to recover from.
+    Context in which what waits for the GPU is an error: a recording that fails on its way is much harder to recover
+    from.
     """
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's, that this may not find all
         torch.cuda.set_sync_debug_mode("error")
     try:
-        with trl_seam.borrowed(torch.cuda, is_current_stream_capturing=lambda: True):
+        with as_recorded():
             yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import trl_seam
 from .float32 import in_float32
+from .kernels import divergence
 from .replayed import Replayed
 from .step_size import Measurement
 
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Elements, in float32, that the logits of a rank's sequences may have, before and after the step each
 LARGEST_LOGITS = 2**27
-# Elements of them that are compared at a time
+# Elements of them that are compared at a time, where there is no kernel for it
 COMPARED_AT_A_TIME = 2**24
 # Numbers of positions that batches are padded to where passes are replayed, so that their shapes come again
 REPLAYED_WIDTH = 128
@@ -90,10 +91,7 @@ def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor
         weights (`torch.Tensor`): `[B, C]`, how many positions each of them stands for; 0 where it does not count.
     """
     if before.dim() == 3:
-        # A few positions at a time
-        number = max(1, COMPARED_AT_A_TIME // before.size(-1))
-        parts = zip(*(logits.flatten(0, 1).split(number) for logits in (before, after)), strict=True)
-        each = torch.cat([_of_distributions(*rows) for rows in parts]).double().unflatten(0, before.shape[:2])
+        each = of_distributions(before.flatten(0, 1), after.flatten(0, 1)).double().unflatten(0, before.shape[:2])
     else:
         change = after.double() - before.double()
         each = torch.expm1(change) - change
@@ -102,12 +100,20 @@ def divergences(before: torch.Tensor, after: torch.Tensor, weights: torch.Tensor
     return torch.stack([each.sum(dim=1), weights.sum(dim=1)], dim=1)
 
 
-def _of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """
     `[N]`, from log-probabilities `[N, V]` up to a constant, in float32 or what is wider: sums of `q - p - p * d`, with
     `d = log q - log p`, in which no term is negative. A token that cannot occur before the step adds `q`; one that can
     no longer occur makes the divergence infinite.
     """
+    if divergence.usable(before, after):
+        return divergence.divergences(before, after)
+    number = max(1, COMPARED_AT_A_TIME // before.size(-1))  # of positions at a time
+    parts = zip(before.split(number), after.split(number), strict=True)
+    return torch.cat([_of_some(*rows) for rows in parts])
+
+
+def _of_some(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(before.dtype, torch.float32)
     p, q = before.log_softmax(-1, dtype=dtype), after.log_softmax(-1, dtype=dtype)
     d = q - p
@@ -238,8 +244,7 @@ class StepKL:
 
     def _replayed_width(self, batch: trl_seam.Batch) -> int:
         """What a batch is padded to on the right; 0 if not at all."""
-        # By one position at least: a mask that hides nothing is left out, but not where a pass is recorded
-        width = (batch.attention_mask.size(1) // REPLAYED_WIDTH + 1) * REPLAYED_WIDTH
+        width = -(-batch.attention_mask.size(1) // REPLAYED_WIDTH) * REPLAYED_WIDTH
         return width if self._replays() and width <= trl_seam.most_positions(self._trainer) else 0
 
     def _first_scores(self) -> list[torch.Tensor]:

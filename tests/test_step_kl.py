@@ -466,7 +466,7 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
             output = super().__call__(function, inputs, setting)
             self.number = max(getattr(self, "number", 0), len(self._recordings))
             ids, mask, places = inputs
-            assert ids.size(1) % 16 == 0 and not mask[:, -1].any() and len(places) % 16 == 0
+            assert ids.size(1) % 16 == 0 == len(places) % 16 and mask.shape == ids.shape
             return output
 
     monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
@@ -504,4 +504,4 @@ def test_a_batch_is_not_padded_beyond_the_models_positions(tmp_path, monkeypatch
     for width in (15, 16, room - 3, room):
         widths[width] = kl._replayed_width(trl_seam.Batch(oracle.random_batch([5], [width - 5], 50).for_trl()))
     assert widths[room - 3] == widths[room] == 0
-    assert all(found in (0, 16 * (width // 16 + 1)) and found <= room - 2 for width, found in widths.items())
+    assert all(found in (0, 16 * math.ceil(width / 16)) and found <= room - 2 for width, found in widths.items())

@@ -10,5 +10,6 @@ small operations per layer. Here a layer takes two launches beside its own produ
 - `experts`: all that a mixture's stack of matrices needs, for all of its experts at once.
 - `v`: norms and neural tangent kernel of explicit gradients, and their sum.
 - `elementwise`, `rms_norm`: parameters that act feature by feature, and the norm itself.
+- `divergence`: of distributions over the vocabulary, for the length of a step.
 - `two_parts`: weights as TF32 has them and what that leaves out, for passes in float32.
 """

@@ -153,7 +153,7 @@ class _FrozenRMSNorm(LayerFunction):
 
 
 def _apart(layer: Layer, flavour: Any, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """By the kernel in passes that are made in float32, where many small operations would take most of the time."""
+    """By the kernel in passes that are made in float32, where the small operations of norms add up."""
     if layer.current.in_float32 and not torch.is_grad_enabled() and len(args) == 1 and not kwargs:
         x, weight = args[0], parameter_of(module, "weight")
         known = x.dtype == torch.float32 and x.shape[-1] <= rms_norm.MOST_FEATURES

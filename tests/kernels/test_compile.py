@@ -9,7 +9,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
-from isopo_trl.kernels import elementwise, experts, kept_rows, linear, rms_norm, two_parts, v
+from isopo_trl.kernels import divergence, elementwise, experts, kept_rows, linear, rms_norm, two_parts, v
 from isopo_trl.kernels import launch as launching
 from isopo_trl.kernels.coefficients import KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm, experts, kept_rows, two_parts)
+MODULES = (linear, v, elementwise, rms_norm, experts, kept_rows, two_parts, divergence)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -260,11 +260,18 @@ def test_weights_in_two_parts_compile(compiled):
     assert compiled == {"_two_parts_kernel": 0}
 
 
+@pytest.mark.parametrize("capability", MEMORY)
+def test_divergences_compile(compiled):
+    for size, dtype in ((151936, torch.float32), (151936, torch.bfloat16), (50257, torch.float32), (90, torch.float32)):
+        divergence.divergences(*(tensor(4, size, dtype=dtype) for _ in range(2)))
+    assert set(compiled) == {"_divergence_kernel"}
+
+
 def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel", "_put_kernel"}
-    tried |= {"_kept_overlap_kernel", "_put_routed_kernel", "_two_parts_kernel"}
+    tried |= {"_kept_overlap_kernel", "_put_routed_kernel", "_two_parts_kernel", "_divergence_kernel"}
     tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried
