@@ -75,8 +75,7 @@ class KeptWeights:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the weights, before the step."""
-        for weight, copy in zip(self._weights, self._copies, strict=True):
-            copy.copy_(weight)
+        torch._foreach_copy_(self._copies, self._weights)
         self._share = 1.0
         self._after.clear()
 

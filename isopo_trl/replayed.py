@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -62,7 +62,7 @@ class Replayed:
     def _drop(self) -> None:
         self._recordings: OrderedDict[Hashable, Any] = OrderedDict()  # that was used last comes last
         self._seen: set[Hashable] = set()
-        self._state: list[Any] | None = None
+        self._state: State | None = None
         self._can_be_recorded: bool | None = None
         self._pool: Any = None
         self._output: torch.Tensor | None = None  # where all of them write what they return
@@ -78,7 +78,9 @@ class Replayed:
             self._can_be_recorded = self._is_recordable()
         return self._can_be_recorded and not self._given_up
 
-    def __call__(self, function: Pass, inputs: tuple[torch.Tensor, ...], setting: Hashable = None) -> torch.Tensor:
+    def __call__(
+        self, function: Pass, inputs: tuple[torch.Tensor, ...], setting: Hashable = None, again: bool = False
+    ) -> torch.Tensor:
         """
         `function(*inputs)`. Where it is replayed, the next call writes over what it returns: see [`own`].
 
@@ -86,8 +88,9 @@ class Replayed:
             function (`Callable`): a pass, of nothing but the inputs, the setting, and the model as it is.
             inputs (`tuple[torch.Tensor, ...]`): on the model's device.
             setting (`Hashable`): on what else the pass depends.
+            again (`bool`): whether nothing but an optimizer has touched the model since the last pass.
         """
-        if not self.is_usable or not self._has_stayed():
+        if not self.is_usable or not self._has_stayed(again):
             return function(*inputs)
         key = (setting, *((x.shape, x.dtype, x.device) for x in inputs))
         if key not in self._recordings and not (self._may_record(key) and self._record(key, function, inputs)):
@@ -101,10 +104,10 @@ class Replayed:
         shared = self._output is not None and output.data_ptr() == self._output.data_ptr()
         return output.clone() if shared else output
 
-    def _has_stayed(self) -> bool:
+    def _has_stayed(self, again: bool) -> bool:
         """Whether passes can still be replayed; those that cannot are dropped."""
-        state = state_of(self.model)
-        if self._state is not None and state != self._state:
+        state = self._state.anew() if again and self._state is not None else State.of(self.model)
+        if self._state is not None and not state.is_that(self._state):
             self._moves += 1
             self._drop()
             if self._moves >= MOST_MOVES:
@@ -143,7 +146,7 @@ class Replayed:
             self._pool = self._new_pool()
         output = self._output[: expected.numel()].view(expected.shape)
         recording = self._new_recording(function, inputs, output)
-        if state_of(self.model) != self._state:
+        if self._state is None or not State.of(self.model).is_that(self._state):
             raise RuntimeError("a pass changes the model's buffers")
         if not are_close(recording.replay(inputs), expected):
             return "a pass that is replayed differs from one that is not"
@@ -176,6 +179,38 @@ class Replayed:
 
     def _free(self) -> None:
         torch.cuda.empty_cache()
+
+
+class State(NamedTuple):
+    """
+    What of a model a graph takes for granted.
+
+    Args:
+        tensors (`list[torch.Tensor]`): its parameters and buffers.
+        places (`list`): where they lie, and their types.
+        adapters (`list`): which of them are in use, layer by layer.
+    """
+
+    tensors: list[torch.Tensor]
+    places: list[tuple[int, torch.dtype]]
+    adapters: list[Any]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> "State":
+        tensors, adapters = [], []
+        for module in model.modules():
+            for own in (module._parameters, module._buffers):
+                tensors += [x for x in own.values() if x is not None]
+            if isinstance(module, BaseTunerLayer):
+                adapters.append((*module.active_adapters, module.disable_adapters, module.merged))
+        return cls(tensors, [], adapters).anew()
+
+    def anew(self) -> "State":
+        """Of the same tensors."""
+        return self._replace(places=[(x.data_ptr(), x.dtype) for x in self.tensors])
+
+    def is_that(self, other: "State") -> bool:
+        return self.places == other.places and self.adapters == other.adapters
 
 
 class Recording:
@@ -259,17 +294,6 @@ def is_recordable(model: torch.nn.Module) -> bool:
     configs = getattr(model, "peft_config", None)
     configs = configs.values() if isinstance(configs, dict) else ()
     return not any(getattr(config, "is_prompt_learning", False) for config in configs)
-
-
-def state_of(model: torch.nn.Module) -> list[Any]:
-    """Where the model's parameters and buffers lie, and which adapters are in use."""
-    state: list[Any] = []
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            state += [(x.data_ptr(), x.dtype) for x in tensors.values() if x is not None]
-        if isinstance(module, BaseTunerLayer):
-            state.append((*module.active_adapters, module.disable_adapters, module.merged))
-    return state
 
 
 def are_close(found: torch.Tensor, expected: torch.Tensor) -> bool:

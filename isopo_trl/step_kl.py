@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 LARGEST_LOGITS = 2**27
 # Elements of them that are compared at a time, where there is no kernel for it
 COMPARED_AT_A_TIME = 2**24
-# Numbers of positions that batches are padded to where passes are replayed, so that their shapes come again
+# Multiples of positions that batches are padded to where passes are replayed, so that their shapes come again
 REPLAYED_WIDTH = 128
 
 
@@ -72,9 +72,15 @@ def columns(width: int, share: float, step: int, seed: int) -> tuple[list[int], 
 
 
 def padded_columns(places: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
-    """The same, up to a multiple of `REPLAYED_WIDTH`: what is added stands for nothing."""
-    more = -len(places) % REPLAYED_WIDTH
+    """The same, up to a [`padded_width`]: what is added stands for nothing."""
+    more = padded_width(len(places)) - len(places)
     return places + places[-1:] * more, weights + [0.0] * more
+
+
+def padded_width(width: int) -> int:
+    """A multiple of `REPLAYED_WIDTH`, of which there are four up to the double of a large number."""
+    step = max(REPLAYED_WIDTH, 1 << max(width - 1, 0).bit_length() >> 3)
+    return -(-width // step) * step
 
 
 def on_device(values: list[Any], device: torch.device) -> torch.Tensor:
@@ -244,7 +250,7 @@ class StepKL:
 
     def _replayed_width(self, batch: trl_seam.Batch) -> int:
         """What a batch is padded to on the right; 0 if not at all."""
-        width = -(-batch.attention_mask.size(1) // REPLAYED_WIDTH) * REPLAYED_WIDTH
+        width = padded_width(batch.attention_mask.size(1))
         return width if self._replays() and width <= trl_seam.most_positions(self._trainer) else 0
 
     def _first_scores(self) -> list[torch.Tensor]:
@@ -262,29 +268,34 @@ class StepKL:
         return self._scores()
 
     def _scores(self) -> list[torch.Tensor]:
-        trainer, batches = self._trainer, self._batches
-        precision = nullcontext() if self._as_trained else in_float32(trainer)
-        with torch.no_grad(), evaluating(trainer.model), precision:
-            if self._inputs is None:
-                scores = [trl_seam.batch_logps(trainer, batch) for batch in batches]
-            else:
-                scores = [self._distributions(inputs) for inputs in self._inputs]
-        # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
-        for module in self._trainer.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        return scores
+        if self._inputs is not None:
+            return [self._distributions(inputs) for inputs in self._inputs]
+        with self._measuring():
+            return [trl_seam.batch_logps(self._trainer, batch) for batch in self._batches]
 
     def _distributions(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         trainer = self._trainer
 
         def distributions(*inputs: torch.Tensor) -> torch.Tensor:
-            return trl_seam.log_distributions(trainer, *inputs)
+            with self._measuring():
+                return trl_seam.log_distributions(trainer, *inputs)
 
         if not self._replays():
             return distributions(*inputs)
         assert self._replayed is not None
-        return self._replayed(distributions, inputs, trainer.temperature)
+        return self._replayed(distributions, inputs, trainer.temperature, again=bool(self._before))
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """Context of passes: without gradient and dropout, in float32 if that is possible."""
+        model = self._trainer.model
+        precision = nullcontext() if self._as_trained else in_float32(self._trainer)
+        with torch.no_grad(), evaluating(model), precision:
+            yield
+        # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextmanager

@@ -670,7 +670,8 @@ class Never(replayed.Replayed):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path):
+def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 32)
     trainer = trainer_for(qwen3(lora), tmp_path, log_step_kl=True, step_kl_share=1.0, temperature=0.9)
     optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-3)
     generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from isopo_trl import replayed
-from isopo_trl.replayed import Replayed, are_close, is_recordable, state_of
+from isopo_trl.replayed import Replayed, State, are_close, is_recordable
 from tests import tiny
 
 
@@ -139,7 +139,8 @@ def test_the_recording_that_was_used_longest_ago_makes_room(model, monkeypatch):
     assert sizes == [6, 5, 4, 3, 2, 9, 1, 8]
 
 
-def test_recordings_are_dropped_when_a_tensor_has_moved_and_given_up_when_that_goes_on(model, caplog):
+@pytest.mark.parametrize("again", [False, True])
+def test_recordings_are_dropped_when_a_tensor_has_moved_and_given_up_when_that_goes_on(again, model, caplog):
     passes = OnCPU(model)
     with caplog.at_level(logging.INFO):
         for move in range(3):
@@ -149,7 +150,7 @@ def test_recordings_are_dropped_when_a_tensor_has_moved_and_given_up_when_that_g
             owner = model[1] if move else model[0]
             name = "running_mean" if move else "weight"  # a buffer as well
             getattr(owner, name).data = getattr(owner, name) + 1
-            assert torch.equal(passes(model, rows(2)), model(*rows(2))) and not passes._recordings
+            assert torch.equal(passes(model, rows(2), again=again), model(*rows(2))) and not passes._recordings
     assert not passes.is_usable and len(caplog.records) == 1
     for _ in range(3):
         assert torch.equal(passes(model, rows(2)), model(*rows(2)))
@@ -158,15 +159,15 @@ def test_recordings_are_dropped_when_a_tensor_has_moved_and_given_up_when_that_g
 
 def test_other_adapters_are_another_state():
     model = get_peft_model(tiny.model("llama"), LoraConfig(r=2, target_modules=["q_proj"]))
-    state = state_of(model)
-    assert state == state_of(model)
+    state = State.of(model)
+    assert state.is_that(State.of(model))
     with model.disable_adapter():
-        assert state_of(model) != state
-    assert state_of(model) == state
+        assert not state.is_that(State.of(model))
+    assert state.is_that(State.of(model))
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
-    added = state_of(model)
+    added = State.of(model)
     model.set_adapter("other")
-    assert state_of(model) != added
+    assert not added.is_that(State.of(model))
 
 
 class Fails(Again):

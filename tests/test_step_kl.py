@@ -462,8 +462,8 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
             super().__init__(model)
             made.append(self)
 
-        def __call__(self, function, inputs, setting=None):
-            output = super().__call__(function, inputs, setting)
+        def __call__(self, function, inputs, setting=None, again=False):
+            output = super().__call__(function, inputs, setting, again)
             self.number = max(getattr(self, "number", 0), len(self._recordings))
             ids, mask, places = inputs
             assert ids.size(1) % 16 == 0 == len(places) % 16 and mask.shape == ids.shape
@@ -492,6 +492,14 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
     for found, expected in zip(*lines.values(), strict=True):
         for name in ("step/kl", "step/kl_stderr", "step/learning_rate"):
             assert found[name] == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_large_batches_are_padded_to_few_widths():
+    widths = range(1, 10_000)
+    found = [step_kl.padded_width(width) for width in widths]
+    assert all(a >= b and a % 128 == 0 for a, b in zip(found, widths, strict=True))
+    assert all(a <= max(1.25 * b, b + 127) for a, b in zip(found, widths, strict=True))
+    assert len({width for width in found if 1024 < width <= 2048}) == 4
 
 
 def test_a_batch_is_not_padded_beyond_the_models_positions(tmp_path, monkeypatch):
