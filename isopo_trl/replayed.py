@@ -10,7 +10,7 @@ recorded at all. A pass that is not replayed is made as usual, whatever the reas
 
 import logging
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # Graphs that are there at a time, and that are recorded up to the next [`Replayed.forget`]
 MOST_AT_A_TIME = 8
 MOST_RECORDED = 32
+# Passes of a kind that are made as usual
+SEEN_BEFORE = 2
 # How often the model's tensors may move
 MOST_MOVES = 3
 # Bytes that no pass has needed so far, without which nothing is recorded: graphs keep up to half of them for good
@@ -43,7 +45,8 @@ Pass = Callable[..., torch.Tensor]
 
 class Replayed:
     """
-    Passes of a model without gradient, which are replayed from the second of their kind on.
+    Passes of a model without gradient, which are replayed from the third of their kind on: a step has two of a kind,
+    and a recording takes as long as several.
 
     Args:
         model (`torch.nn.Module`): the model, all of whose parameters and buffers the passes may read.
@@ -61,7 +64,7 @@ class Replayed:
 
     def _drop(self) -> None:
         self._recordings: OrderedDict[Hashable, Any] = OrderedDict()  # that was used last comes last
-        self._seen: set[Hashable] = set()
+        self._seen: Counter[Hashable] = Counter()
         self._state: State | None = None
         self._can_be_recorded: bool | None = None
         self._pool: Any = None
@@ -116,10 +119,8 @@ class Replayed:
         return self.is_usable
 
     def _may_record(self, key: Hashable) -> bool:
-        if key in self._seen:
-            return self._recorded < MOST_RECORDED and self._has_room()
-        self._seen.add(key)
-        return False
+        self._seen[key] += 1
+        return self._seen[key] > SEEN_BEFORE and self._recorded < MOST_RECORDED and self._has_room()
 
     def _record(self, key: Hashable, function: Pass, inputs: tuple[torch.Tensor, ...]) -> bool:
         self._recorded += 1

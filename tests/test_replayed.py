@@ -53,6 +53,11 @@ class OnCPU(Replayed):
         pass
 
 
+@pytest.fixture(autouse=True)
+def second_of_a_kind(monkeypatch):
+    monkeypatch.setattr(replayed, "SEEN_BEFORE", 1)
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -75,6 +80,14 @@ def test_a_pass_is_recorded_when_its_shapes_come_again_and_reads_inputs_and_weig
     assert torch.equal(passes(model, rows(1)), model(*rows(1))) and len(passes._recordings) == 2
     passes.forget()
     assert not passes._recordings and passes._output is None and passes._pool is None
+
+
+def test_what_one_step_needs_is_not_recorded_for_it(model, monkeypatch):
+    monkeypatch.undo()
+    passes = OnCPU(model)
+    for number in (0, 0, 1, 1):
+        passes(model, rows(2))
+        assert len(passes._recordings) == number
 
 
 def test_without_room_nothing_is_recorded_until_there_is_some(model):
