@@ -201,10 +201,10 @@ def test_attention_in_float16_is_attention(masked, options):
 
 @pytest.mark.parametrize("values", [1e6, 65504.0, torch.inf])
 def test_attention_between_numbers_that_float16_does_not_hold_is_finite(values):
-    x = torch.randn(2, 4, 9, 16, generator=torch.Generator().manual_seed(0)).sign() * values
-    for given in ((x, x, x), (x / values, x / values, x)) if values < torch.inf else ((x, x, x),):
-        found = float32.attention_in_float16(*given, is_causal=True)
-        assert found.isfinite().all() and found.abs().max() <= 2**15 * 1.001
+    """Of queries and keys, see `test_cuda.py`: some kernels for CPUs add up products in float16."""
+    x = torch.randn(2, 4, 9, 16, generator=torch.Generator().manual_seed(0)).sign()
+    found = float32.attention_in_float16(x, x, x * values, is_causal=True)
+    assert found.isfinite().all() and found.abs().max() <= 2**15 * 1.001
 
 
 @pytest.mark.parametrize("name", ["bool", "none", "float", "float64"])
