@@ -71,9 +71,9 @@ def columns(width: int, share: float, step: int, seed: int) -> tuple[list[int], 
     return [*range(first), *late], [1.0] * first + [(width - first) / len(late)] * len(late)
 
 
-def padded_columns(places: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
-    """The same, up to a [`padded_width`]: what is added stands for nothing."""
-    more = padded_width(len(places)) - len(places)
+def padded_columns(places: list[int], weights: list[float], most: int) -> tuple[list[int], list[float]]:
+    """The same, up to a [`padded_width`] or as many as there may be: what is added stands for nothing."""
+    more = min(padded_width(len(places)), most) - len(places)
     return places + places[-1:] * more, weights + [0.0] * more
 
 
@@ -217,7 +217,10 @@ class StepKL:
             share, step, seed = LARGEST_LOGITS / most, trainer.state.global_step, trainer.args.seed
             chosen = [columns(scored.size(1), share, step, seed) for scored in self._weights]
             if share >= 1 and self._replays():  # else there are as many in each step
-                chosen = [padded_columns(*each) for each in chosen]
+                chosen = [
+                    padded_columns(*each, LARGEST_LOGITS * len(each[0]) // size)
+                    for each, size in zip(chosen, sizes, strict=True)
+                ]
             places = [on_device(places, device) for places, _ in chosen]
             self._weights = [
                 scored[:, own] * on_device(weights, device)

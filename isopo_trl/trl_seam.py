@@ -440,8 +440,10 @@ def takes_positions(model: torch.nn.Module) -> bool:
 def most_positions(trainer: Any) -> float:
     """Width of a batch up to which all models of the family have a place for every position, padding included."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    number = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    return math.inf if number is None else number - 2  # some begin to count at 2
+    config = policy.config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")  # MPT has the other
+    numbers = [number for number in (getattr(config, name, None) for name in names) if number is not None]
+    return min(numbers, default=math.inf) - 2  # some begin to count at 2
 
 
 def distribution_inputs(batch: Batch, columns: torch.Tensor, width: int = 0) -> tuple[torch.Tensor, ...]:

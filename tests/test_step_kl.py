@@ -502,14 +502,33 @@ def test_large_batches_are_padded_to_few_widths():
     assert len({width for width in found if 1024 < width <= 2048}) == 4
 
 
-def test_a_batch_is_not_padded_beyond_the_models_positions(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["max_position_embeddings", "max_seq_len"])
+def test_a_batch_is_not_padded_beyond_the_models_positions(name, tmp_path, monkeypatch):
     monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
     trainer = training.build(tmp_path, "gpt2", log_step_kl=True)
     kl = trainer.step_control.kl
     kl._batches, kl._replayed = [None], OnCPU(trainer.model)
     room = trainer.model.config.max_position_embeddings
+    if name == "max_seq_len":  # as MPT calls it
+        trainer.model.config.max_position_embeddings, trainer.model.config.max_seq_len = None, room
     widths = {}
     for width in (15, 16, room - 3, room):
         widths[width] = kl._replayed_width(trl_seam.Batch(oracle.random_batch([5], [width - 5], 50).for_trl()))
     assert widths[room - 3] == widths[room] == 0
     assert all(found in (0, 16 * math.ceil(width / 16)) and found <= room - 2 for width, found in widths.items())
+
+
+def test_padding_takes_no_more_logits_than_there_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
+    trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
+    kl, size = trainer.step_control.kl, 2 * trainer.model.config.vocab_size  # logits of a column
+    batch = trl_seam.Batch(oracle.random_batch([4, 6], [3, 2], 50).for_trl())
+    found = {}
+    for number in (3, 5, 16, 40):
+        monkeypatch.setattr(step_kl, "LARGEST_LOGITS", number * size + size // 2)
+        kl.forget()
+        kl._batches, kl._replayed = [batch], OnCPU(trainer.model)
+        kl.score()
+        found[number] = kl._before[0].size(1)
+        assert kl.measure().kl == 0 and kl._weights[0].sum(dim=1).tolist() == [3, 2]
+    assert found == {3: 3, 5: 5, 16: 16, 40: 16}
