@@ -189,7 +189,7 @@ class State(NamedTuple):
     Args:
         tensors (`list[torch.Tensor]`): its parameters and buffers.
         places (`list`): where they lie, and their types.
-        adapters (`list`): which of them are in use, layer by layer.
+        adapters (`list`): which of them are in use, layer by layer, and what LoRA's are multiplied by.
     """
 
     tensors: list[torch.Tensor]
@@ -203,7 +203,10 @@ class State(NamedTuple):
             for own in (module._parameters, module._buffers):
                 tensors += [x for x in own.values() if x is not None]
             if isinstance(module, BaseTunerLayer):
-                adapters.append((*module.active_adapters, module.disable_adapters, module.merged))
+                in_use = (*module.active_adapters, module.disable_adapters, module.merged)
+                scaling: Any = getattr(module, "scaling", None)
+                factors = scaling.items() if isinstance(scaling, dict) else ()
+                adapters.append((in_use, [each for each in factors if isinstance(each[1], (int, float))]))
         return cls(tensors, [], adapters).anew()
 
     def anew(self) -> "State":

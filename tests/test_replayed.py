@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 
 from isopo_trl import replayed
 from isopo_trl.replayed import Replayed, State, are_close, is_recordable
@@ -181,6 +182,11 @@ def test_other_adapters_are_another_state():
     added = State.of(model)
     model.set_adapter("other")
     assert not added.is_that(State.of(model))
+    before = State.of(model)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scale_layer(0.5)  # a number, which a graph would have kept
+    assert not before.is_that(State.of(model))
 
 
 class Fails(Again):
