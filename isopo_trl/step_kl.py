@@ -216,11 +216,11 @@ class StepKL:
         if least > 0:
             share, step, seed = LARGEST_LOGITS / most, trainer.state.global_step, trainer.args.seed
             chosen = [columns(scored.size(1), share, step, seed) for scored in self._weights]
-            if share >= 1 and self._replays():  # else there are as many in each step
-                chosen = [
-                    padded_columns(*each, LARGEST_LOGITS * len(each[0]) // size)
-                    for each, size in zip(chosen, sizes, strict=True)
+            if self._replays():
+                mosts = [
+                    LARGEST_LOGITS * scored.size(1) // size for scored, size in zip(self._weights, sizes, strict=True)
                 ]
+                chosen = [padded_columns(*each, own) for each, own in zip(chosen, mosts, strict=True)]
             places = [on_device(places, device) for places, _ in chosen]
             self._weights = [
                 scored[:, own] * on_device(weights, device)

@@ -532,3 +532,19 @@ def test_padding_takes_no_more_logits_than_there_may_be(tmp_path, monkeypatch):
         found[number] = kl._before[0].size(1)
         assert kl.measure().kl == 0 and kl._weights[0].sum(dim=1).tolist() == [3, 2]
     assert found == {3: 3, 5: 5, 16: 16, 40: 16}
+
+
+def test_columns_are_as_many_however_long_completions_of_other_ranks_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
+    trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
+    kl, size = trainer.step_control.kl, 2 * 20 * trainer.model.config.vocab_size
+    batch = trl_seam.Batch(oracle.random_batch([4, 6], [20, 18], 50).for_trl())
+    monkeypatch.setattr(step_kl, "LARGEST_LOGITS", size)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    for longer in (1.5, 1.7, 2.5):
+        other = torch.tensor([[1, int(longer * size)]])
+        monkeypatch.setattr(trainer.accelerator, "gather", lambda own, other=other: torch.cat([own, other]))
+        kl.forget()
+        kl._batches, kl._replayed = [batch], OnCPU(trainer.model)
+        kl.score()
+        assert kl._before[0].size(1) == 16 and kl._weights[0].sum(dim=1)[0] == pytest.approx(20)
