@@ -33,8 +33,10 @@ MOST_RECORDED = 32
 SEEN_BEFORE = 2
 # How often the model's tensors may move
 MOST_MOVES = 3
-# Bytes that no pass has needed so far, without which nothing is recorded: graphs keep up to half of them for good
+# Bytes that no pass has needed so far, without which nothing is recorded, and those of them that graphs may keep for
+# good: a pass that takes more keeps the GPU busy for longer than the host
 ROOM = 2**32
+MOST_KEPT = 2**31
 # By how much a replayed output may differ, relative to the largest
 TOLERANCE = 1e-3
 # Elements that are compared at a time
@@ -149,6 +151,8 @@ class Replayed:
         recording = self._new_recording(function, inputs, output)
         if self._state is None or not State.of(self.model).is_that(self._state):
             raise RuntimeError("a pass changes the model's buffers")
+        if self._kept() > MOST_KEPT:
+            raise RuntimeError("a pass takes more memory than is kept for it")
         if not are_close(recording.replay(inputs), expected):
             return "a pass that is replayed differs from one that is not"
         self._recordings[key] = recording
@@ -177,6 +181,11 @@ class Replayed:
 
     def _new_recording(self, function: Pass, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> Any:
         return Recording(function, inputs, output, *self._pool)
+
+    def _kept(self) -> int:
+        pool, _ = self._pool
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
 
     def _free(self) -> None:
         torch.cuda.empty_cache()

@@ -34,6 +34,7 @@ class Again:
 class OnCPU(Replayed):
     recording = Again
     room = True
+    kept = 0
 
     def _is_recordable(self):
         return True
@@ -49,6 +50,9 @@ class OnCPU(Replayed):
 
     def _new_recording(self, function, inputs, output):
         return self.recording(function, inputs, output)
+
+    def _kept(self):
+        return self.kept
 
     def _free(self):
         pass
@@ -98,6 +102,15 @@ def test_without_room_nothing_is_recorded_until_there_is_some(model):
         assert torch.equal(passes(model, rows(2)), model(*rows(2))) and not passes._recordings
     passes.room = True
     assert torch.equal(passes(model, rows(2)), model(*rows(2))) and passes._recordings
+
+
+def test_graphs_keep_no_more_memory_than_they_may(model):
+    passes = OnCPU(model)
+    for number, kept in ((2, replayed.MOST_KEPT), (3, replayed.MOST_KEPT + 1)):
+        passes.kept = kept
+        for _ in range(3):
+            assert torch.equal(passes(model, rows(number)), model(*rows(number)))
+        assert passes.is_usable == bool(passes._recordings) == (number == 2)
 
 
 def test_dtypes_and_settings_have_recordings_of_their_own(model):
