@@ -185,7 +185,7 @@ class Replayed:
     def _kept(self) -> int:
         pool, _ = self._pool
         segments = torch.cuda.memory_snapshot()
-        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
+        return sum(segment["total_size"] for segment in segments if segment.get("segment_pool_id") == pool)
 
     def _free(self) -> None:
         torch.cuda.empty_cache()

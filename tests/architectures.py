@@ -360,9 +360,12 @@ def _shared(model, parameter):
 
 
 def worst_error(found, expected, names):
-    """Relative to each parameter's gradient, or to a millionth of the largest where one is zero but for rounding."""
+    """
+    Relative to each parameter's gradient, or to a ten-thousandth of the largest where one is next to zero: it is then
+    a difference of large numbers, whose rounding is another on each machine.
+    """
     errors = {}
-    floor = 1e-6 * max(gradient.norm().item() for gradient in expected.values())
+    floor = 1e-4 * max(gradient.norm().item() for gradient in expected.values())
     for name in names:
         right = expected.get(name)
         mine = found.get(name)

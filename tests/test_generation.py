@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import LogitsProcessor
 
@@ -14,6 +16,8 @@ from tests import tiny, training
 TEXTS = ["What is 7 + 3?", "No", "Is it so, or is it not?"]
 # Many tokens end a completion, so that completions are ragged
 ENDS = [tiny.VOCABULARY[tiny.EOS], *range(20, 40)]
+# Among the tokens that count as repeated
+PADDING_IS_SEEN = Version(transformers.__version__) < Version("5.23")
 
 
 def prompts(texts=TEXTS):
@@ -44,7 +48,7 @@ def recorded(model, batch=None, seed=0, listen_to=None, **settings):
 
 
 def processed(logits, seen, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
-    """Log-probabilities `[V]` that a token is drawn with, `seen` being those before it (padding is one of them)."""
+    """Log-probabilities `[V]` that a token is drawn with, `seen` being those before it."""
     logits = logits.double().tolist()
     for token in set(seen):
         factor = repetition_penalty if logits[token] < 0 else 1 / repetition_penalty
@@ -69,11 +73,12 @@ def by_hand(model, batch, completions, **settings):
     rows = []
     for padded, mask, completion in zip(batch["input_ids"], batch["attention_mask"], completions, strict=True):
         prompt = padded[mask.bool()].tolist()
+        before = padded.tolist() if PADDING_IS_SEEN else prompt
         with torch.no_grad():
             logits = model(torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         rows.append([])
         for place, token in enumerate(completion):
-            seen = [*padded.tolist(), *completion[:place]]
+            seen = [*before, *completion[:place]]
             rows[-1].append(processed(logits[place], seen, **settings)[token].item())
     return rows
 

@@ -45,8 +45,9 @@ def _two_parts_plan(size: int, bits: int, device: torch.device) -> Plan:
 
 
 def usable(weight: torch.Tensor) -> bool:
-    """Whether the kernel takes this weight."""
-    return weight.dtype == torch.float32 and weight.is_contiguous() and takes(weight) and is_here(weight)
+    """Whether the kernel takes this weight: others of PyTorch's kinds do not lie where they seem to."""
+    plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+    return plain and weight.dtype == torch.float32 and weight.is_contiguous() and takes(weight) and is_here(weight)
 
 
 def in_two_parts(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

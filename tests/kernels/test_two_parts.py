@@ -72,6 +72,11 @@ def test_a_weight_that_is_no_number_stays_none():
 
 def test_other_weights_take_the_plain_way():
     weight = weights(8, 12)
-    for other in (weight.T, weight[:, :4], weight.double(), weight.half(), weight[:0]):
+
+    class Other(torch.Tensor):
+        pass
+
+    for other in (weight.T, weight[:, :4], weight.double(), weight.half(), weight[:0], weight.as_subclass(Other)):
         assert not two_parts.usable(other)
+    assert two_parts.usable(torch.nn.Parameter(weight))
     torch.testing.assert_close(sum(map(torch.Tensor.float, float32.in_two_parts(weight.T))), weight.T)
