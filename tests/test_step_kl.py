@@ -44,6 +44,16 @@ def test_positions_count_for_those_that_they_stand_for():
     assert found[:, 1].tolist() == [3.5, 5.0]
 
 
+@pytest.mark.parametrize("change", [0.5, 2.0, 95.0, 200.0])
+def test_large_changes_are_told_in_float32(change):
+    """Also where a token that was next to impossible is certain after the step."""
+    before = torch.tensor([[[0.0, 0.0, 1.0], [0.0, -change, -1.0]]])
+    after = before + torch.tensor([[[change, -change, 0.0], [-change, change, 0.0]]])
+    p, q = before.double().log_softmax(-1), after.double().log_softmax(-1)
+    expected = (p.exp() * (p - q)).sum()
+    torch.testing.assert_close(divergences(before, after, torch.ones(1, 2))[0, 0], expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("size", [1000, 150_000])
 @pytest.mark.parametrize("scale", [1, 10])
 def test_small_divergences_are_told_in_float32(scale, size):
