@@ -26,7 +26,7 @@ from . import trl_seam
 logger = logging.getLogger(__name__)
 
 
-# Graphs that are there at a time, and that are recorded up to the next [`Replayed.forget`]
+# Graphs that are there at a time, and that are recorded in all
 MOST_AT_A_TIME = 8
 MOST_RECORDED = 32
 # Passes of a kind that are made as usual
@@ -57,14 +57,11 @@ class Replayed:
     def __init__(self, model: torch.nn.Module):
         self.model = model
         self._given_up = False
-        self.forget()
-
-    def forget(self) -> None:
-        """Free what graphs hold, and begin anew."""
-        self._drop()
         self._moves = self._recorded = 0
+        self._drop()
 
     def _drop(self) -> None:
+        """Free what graphs hold."""
         self._recordings: OrderedDict[Hashable, Any] = OrderedDict()  # that was used last comes last
         self._seen: Counter[Hashable] = Counter()
         self._state: State | None = None

@@ -83,7 +83,7 @@ def test_a_pass_is_recorded_when_its_shapes_come_again_and_reads_inputs_and_weig
     model[0].weight.add_(1)
     assert torch.equal(passes(model, rows(2, 7.0)), model(*rows(2, 7.0))) and recording.replays == number + 1
     assert torch.equal(passes(model, rows(1)), model(*rows(1))) and len(passes._recordings) == 2
-    passes.forget()
+    passes._drop()
     assert not passes._recordings and passes._output is None and passes._pool is None
 
 
