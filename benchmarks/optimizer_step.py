@@ -16,17 +16,18 @@ only) is the peak during training, optimizer state and weights included.
     python benchmarks/optimizer_step.py --accumulation 4 --rule fisher fisher@step # where the metric is taken from
 
 With `--target-kl`, what it costs to measure steps and to keep weights is measured too; a step needs 32 sequences or
-more for that to be a 32nd of them:
+more for that to be a 32nd of them. A target that no step reaches, such as 1, leaves out what it costs to shorten them:
 
     python benchmarks/optimizer_step.py --shape 0.6b --sequences 8 --length 1024 --accumulation 8 \\
-        --steps-per-generation 16 --target-kl 1e-4
-    python benchmarks/optimizer_step.py --shape 8b --lora 16 --checkpointing --sequences 4 --length 1024 \\
-        --accumulation 8 --steps-per-generation 8 --target-kl 1 --rounds 1 --cycles 2
-    python benchmarks/optimizer_step.py --shape 8b-6layers --dtype float32 --checkpointing --sequences 4 \\
+        --steps-per-generation 16 --target-kl 1 --rounds 1 --cycles 6
+    python benchmarks/optimizer_step.py --shape 8b --lora 16 --checkpointing --sequences 4 --length 1024 --full \\
+        --accumulation 8 --steps-per-generation 8 --target-kl 1 --rounds 1 --cycles 4
+    python benchmarks/optimizer_step.py --shape 8b-6layers --dtype float32 --checkpointing --sequences 4 --full \\
         --length 1024 --accumulation 8 --steps-per-generation 8 --target-kl 1 --rounds 1 --cycles 3
 
-A target that no step reaches, as in the last two, leaves out what it costs to shorten them: `forwards` is then two
-more than without.
+In such a run the target is turned on and off from cycle to cycle, so that what it costs is known from steps that
+follow one another: a machine that is slower for a while does not change it. Cycles in which passes that measure a step
+were made as usual, or recorded to be replayed, are told apart from those in which all of them were replayed.
 """
 
 import argparse
@@ -34,6 +35,7 @@ import itertools
 import json
 import math
 import random
+import statistics
 import time
 
 import liger_kernels
@@ -74,6 +76,34 @@ class Clock(TrainerCallback):
         self.stamps.append((time.perf_counter(), self.forwards))
 
 
+class Switch(TrainerCallback):
+    """
+    Turns the control of steps off and on after every cycle; begins with it on, and from the same state each time.
+
+    Args:
+        trainer ([`ISOPOTrainer`]): the trainer, with `target_kl`.
+        steps (`int`): of a cycle.
+    """
+
+    def __init__(self, trainer, steps: int):
+        self._control, self._steps = trainer.step_control, steps
+        self._state = self._control.size.state_dict()
+        self._made = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._made += 1
+        if self._made % self._steps:
+            return
+        parts = [(self._control, name) for name in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")]
+        parts += [(self._control.kl, name) for name in ("note", "score_early")]
+        for part, name in parts:
+            if name in vars(part):
+                delattr(part, name)
+            else:
+                setattr(part, name, lambda *args, **kwargs: None)
+        self._control.size.load_state_dict(self._state)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_options(parser)
@@ -89,18 +119,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--equal", type=float, default=0.0, help="share of groups in which all rewards are the same")
     parser.add_argument("--steps-per-generation", type=int, default=4, help="microbatches of one generation")
     parser.add_argument("--accumulation", type=int, default=2, help="microbatches of one optimizer step")
+    parser.add_argument("--full", action="store_true", help="all completions of the full length")
     parser.add_argument("--target-kl", type=float, help="also the rules with steps of this length")
+    parser.add_argument("--cost-only", action="store_true", help="nothing but what --target-kl costs")
     parser.add_argument("--liger", action="store_true", help="also GRPO and the rules with Liger's kernels")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cycles", type=int, default=4, help="measured in every round")
     parser.add_argument("--output", help="JSON file for the figures")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.cost_only and not options.target_kl:
+        parser.error("--cost-only is of the cost of --target-kl: give both")
+    return options
 
 
 def ready_completions(options: argparse.Namespace):
     """A `rollout_func` that returns the same random completions each time."""
     batch = random_batch(options, options.sequences * options.steps_per_generation)
     lengths = batch["completion_mask"].sum(1).tolist()
+    if options.full:
+        lengths = [options.length // 2] * len(lengths)
     completions = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
     output = {"prompt_ids": batch["prompt_ids"].tolist(), "completion_ids": completions, "logprobs": None}
     return lambda prompts, trainer: dict(output)
@@ -123,10 +160,11 @@ def random_reward(options: argparse.Namespace):
 
 def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[float], list[float], int | None]:
     """One round: seconds and forward passes per optimizer step of every measured cycle, and the peak of memory."""
+    rule = name.removesuffix(TARGET)
+    cycles = 1 + options.cycles * (1 if rule == name else 2)
     microbatches = math.lcm(options.steps_per_generation, options.accumulation)  # of one cycle
     steps = microbatches // options.accumulation
-    generations = (options.cycles + 1) * microbatches // options.steps_per_generation
-    rule = name.removesuffix(TARGET)
+    generations = cycles * microbatches // options.steps_per_generation
     length = {"target_kl": options.target_kl, "behaviour_kl": math.inf} if rule != name else {}
     trainer = make_trainer(
         rule,
@@ -139,7 +177,7 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
         steps_per_generation=options.steps_per_generation,
         gradient_accumulation_steps=options.accumulation,
         max_completion_length=options.length // 2,
-        max_steps=(options.cycles + 1) * steps,
+        max_steps=cycles * steps,
         logging_strategy="no",
         save_strategy="no",
         disable_tqdm=True,
@@ -148,6 +186,8 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
     clock = Clock()
     trainer.model.register_forward_pre_hook(clock.count)
     trainer.add_callback(clock)
+    if rule != name:
+        trainer.add_callback(Switch(trainer, steps))
     trainer.remove_callback(PrinterCallback)
     with liger_kernels.apart(trainer.model), PeakMemory(trainer.model) as peak:
         trainer.train()
@@ -160,18 +200,29 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
 
 def main():
     options = parse()
-    names = ["grpo", *options.rule, *(rule + TARGET for rule in options.rule if options.target_kl)]
-    names += [name + LIGER for name in ("grpo", *options.rule) if options.liger]
+    names = ["grpo", *options.rule]
+    names += [name + LIGER for name in names if options.liger]
+    names = [] if options.cost_only else names
+    names += [rule + TARGET for rule in options.rule if options.target_kl]
     refuse_without_liger(names)
     rollout_func = ready_completions(options)
     times, forwards, peaks = {name: [] for name in names}, {name: [] for name in names}, {}
+    costs: dict[str, list[tuple[float, float]]] = {rule: [] for rule in options.rule if options.target_kl}
     for turn in range(options.rounds):
         for name in names if turn % 2 == 0 else names[::-1]:
             seconds, calls, peaks[name] = train(name, options, rollout_func)
+            if name.endswith(TARGET):  # first without, then with
+                costs[name.removesuffix(TARGET)] += [
+                    (aimed / alone - 1, more - least)
+                    for alone, aimed, least, more in zip(
+                        seconds[::2], seconds[1::2], calls[::2], calls[1::2], strict=True
+                    )
+                ]
+                seconds, calls = seconds[1::2], calls[1::2]
             times[name] += seconds
             forwards[name] += calls
             release()
-    results = summary(times, peaks)
+    results = summary(times, peaks, base=names[0])
     report = {"environment": environment(), "options": vars(options), "results": results}
     print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
     print(f"{options.shape}, {options.sequences} x {options.length} a microbatch, LoRA {options.lora}")
@@ -179,11 +230,15 @@ def main():
     for name, figures in results.items():
         figures["forwards"] = sum(forwards[name]) / len(forwards[name])
         print(f"{name:12} {row(figures)} {figures['forwards']:9.2f}")
-    report["target_cost"] = {}
-    for rule in options.rule if options.target_kl else []:
-        costs = sorted(aimed / alone - 1 for aimed, alone in zip(times[rule + TARGET], times[rule], strict=True))
-        report["target_cost"][rule] = costs
-        print(f"cost of the target, cycle by cycle: {', '.join(f'{cost:.1%}' for cost in costs)} of {rule}")
+    report["target_cost"] = costs
+    for rule, found in costs.items():
+        replayed = [cost for cost, passes in found if passes == 0]
+        others = [f"{cost:.1%} ({passes:g})" for cost, passes in found if passes != 0]
+        print(f"cost of the target, of the cycle of {rule} before it:")
+        print(f"  all passes replayed: {', '.join(f'{cost:.1%}' for cost in replayed) or 'none'}")
+        if replayed:
+            print(f"  their median: {statistics.median(replayed):.1%}")
+        print(f"  others, with the passes per step that were not: {', '.join(others) or 'none'}")
     if options.output:
         with open(options.output, "w") as file:
             json.dump(report, file, indent=2)

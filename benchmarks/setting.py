@@ -328,19 +328,19 @@ def profiles(variants: dict[str, Variant], inputs: dict[str, torch.Tensor]) -> d
     return figures
 
 
-def summary(times: dict[str, list[float]], peaks: dict[str, int | None]) -> dict[str, dict]:
-    """Medians, spreads (largest minus smallest, over the median) and ratios to GRPO, round by round."""
+def summary(times: dict[str, list[float]], peaks: dict[str, int | None], base: str = "grpo") -> dict[str, dict]:
+    """Medians, spreads (largest minus smallest, over the median) and ratios to another, round by round."""
     figures = {}
     for name, values in times.items():
         median = statistics.median(values)
-        ratios = [value / grpo for value, grpo in zip(values, times["grpo"], strict=True)]
+        ratios = [value / other for value, other in zip(values, times[base], strict=True)]
         figures[name] = {
             "seconds": median,
             "spread": (max(values) - min(values)) / median,
             "ratio": statistics.median(ratios),
             "ratio_range": [min(ratios), max(ratios)],
             "peak_bytes": peaks[name],
-            "memory_ratio": peaks[name] / peaks["grpo"] if peaks[name] else None,
+            "memory_ratio": peaks[name] / peaks[base] if peaks[name] else None,
             "times": values,
         }
     return figures

@@ -8,10 +8,10 @@ times as long. That goes on until steps have spread the weights. Rounded activat
 which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in bf16 (`benchmarks/step_precision.py`).
 
 So under [`in_float32`] activations are in float32, and narrower weights are widened where they are used. On GPUs,
-where float32 is slow, a product with a weight is made in two parts: with the weight as TF32 has it, in TF32, and with
-what is left of it, in bf16. PyTorch's fused attention, which has no weights, is in float16 there: it has as many bits
-as TF32, 11, and so the same noise; bf16 has 8. Numbers that are too large for it are cut to the largest that is taken,
-before the step as after it. All other products are in float32 proper.
+where float32 is slow, layers multiply in float16, which has as many bits as TF32, 11, and so the same noise (bf16 has
+8), and sums are in float32. Of a weight in float32 there are two products: with its first 11 bits, and with the rest.
+PyTorch's fused attention, which has no weights, is in float16 as well. Activations that are too large for it are cut
+to the largest number that is taken, before the step as after it. All other products are in float32 proper.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,13 +24,22 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from . import trl_seam
-from .kernels import two_parts
+from .kernels import halves
 
 
-# Elements of a weight that are widened, or taken apart, at a time
+# Elements of a weight that are widened, or taken apart, at a time, in a multiple of so many rows
 LARGEST = 2**25
+ROWS = 128
+# Weights with as few rows or columns are multiplied in float32: that takes no longer than to take them apart
+FEW = 128
 _NARROW = (torch.bfloat16, torch.float16)
-_BITS_LEFT_OUT = 13  # of float32's fraction, by TF32
+# Weights are multiplied by this in float16, and activations divided: up to 2^12 and 2^20, and with all bits from 2^-18
+# and 2^-10 on; what is smaller is rounded to multiples of 2^-28 and 2^-20
+FACTOR = 2.0**4
+# The largest number of float16
+MOST = 65504.0
+# What of a weight float16 leaves out is multiplied by this, so that it is as large as the weight
+REST = 2.0**12
 # The largest number in attention: half of what float16 holds, so that it holds a mean of them, too, however rounded
 MOST_ATTENDED = 2.0**15
 # What PyTorch calls the precision of products, and its values without TF32 and with it; another name before 2.9
@@ -61,69 +70,131 @@ def in_float32(trainer: Any) -> Iterator[None]:
 class Float32(TorchFunctionMode):
     """Context in which what is narrower than float32 is widened: embeddings, and what weights are multiplied with."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = Last()
+
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            return linear(*args, **{"last": self._last, **(kwargs or {})})
         return _INSTEAD.get(function, function)(*args, **(kwargs or {}))
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+class Last:
+    """The activations that were used last, in float16: several layers often take the same."""
+
+    def __init__(self) -> None:
+        self._given: tuple[torch.Tensor, int] | None = None
+        self._half = torch.empty(0)
+
+    def half(self, input: torch.Tensor) -> torch.Tensor:
+        """`[N, columns]`"""
+        if self._given is None or self._given[0] is not input or self._given[1] != input._version:
+            self._half = halved(input.reshape(-1, input.size(-1)), 1 / FACTOR, MOST)
+            self._given = (input, input._version)
+        return self._half
+
+
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, last: Last | None = None
+) -> torch.Tensor:
     """As PyTorch's, in float32 where the arguments are not wider."""
+    if is_made_of_halves(input, weight):
+        return product_of_halves(input, weight, bias, last or Last())
     input, bias = _wide(input), _wide(bias)
-    rows = max(1, LARGEST // weight.size(-1))
-    if weight.dim() != 2 or len(weight) <= rows:
-        return _product(input, weight, bias)
-    output = input.new_empty(*input.shape[:-1], len(weight))
-    biases = [None] * -(-len(weight) // rows) if bias is None else bias.split(rows)
-    for out, part, own in zip(output.split(rows, dim=-1), weight.split(rows), biases, strict=True):
-        out.copy_(_product(input, part, own))
-    return output
+    parts = parts_of(weight)
+    if len(parts) == 1:
+        return functional.linear(input, _wide(weight), bias)
+    output = torch.cat([functional.linear(input, _wide(part)) for part in parts], dim=-1)
+    return output if bias is None else output.add_(bias)
 
 
-def _product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if input.device.type == "cuda" and input.dtype == torch.float32 and weight.dtype in (torch.float32, *_NARROW):
-        return product_in_parts(input, weight, bias)
-    return functional.linear(input, _wide(weight), bias)
+def parts_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A matrix's rows, as many at a time as are widened at once: about as many in each part, so that none is slow."""
+    number = -(-weight.numel() // LARGEST)
+    rows = -(-len(weight) // number) if weight.dim() == 2 else 0
+    return weight.split(-(-rows // ROWS) * ROWS) if 0 < rows < len(weight) else (weight,)
 
 
-def product_in_parts(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product with a weight of float32, or of less, in TF32 and bf16."""
-    if weight.dtype == torch.float32:
-        coarse, rest = in_two_parts(weight)
+def is_made_of_halves(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product is made in float16: on GPUs, of what float32 could hold, and without gradient."""
+    if input.device.type != "cuda" or weight.dim() != 2 or min(weight.shape) <= FEW:
+        return False
+    if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+        return False
+    known = (torch.float32, *_NARROW)
+    return input.dtype in known and weight.dtype in known and multiplies_halves(input.device)
+
+
+def product_of_halves(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, last: Last
+) -> torch.Tensor:
+    """The product with a weight of float32, or of less, by products of float16 that are added up in float32."""
+    x = last.half(input)
+    output = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
+    parts = parts_of(weight)
+    for out, part in zip(output.split(len(parts[0]), dim=1), parts, strict=True):
+        if weight.dtype == torch.float32:
+            high, low = in_halves(part)
+            multiply(out, x, high.t())
+            multiply(out, x, low.t(), 1 / REST)
+        else:  # float16 has all of it
+            multiply(out, x, halved(part, FACTOR).t())
+    if bias is not None:
+        output += bias
+    return output.view(*input.shape[:-1], len(weight))
+
+
+def multiply(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: float = 0.0) -> None:
+    """`out`, in float32, becomes the product of matrices of float16, or has so many times that product added to it."""
+    if add == 0:
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    elif adds_halves(out.device):
+        torch.addmm(out, left, right, alpha=add, out_dtype=torch.float32, out=out)
     else:
-        coarse, rest = weight.float(), None  # TF32 has all of it
-    with products(tf32=True):
-        output = functional.linear(input, coarse, bias)
-    return output if rest is None else _plus_product(output, input.bfloat16(), rest)
-
-
-def _plus_product(output: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`output`, to which the product of narrower numbers is added, if possible while that is made."""
-    apart = weight.dim() != 2 or output.requires_grad or not output.is_contiguous()
-    if apart or not adds_to_float32(output.device):
-        return output.add_(functional.linear(input, weight))
-    rows = output.view(-1, output.size(-1))
-    torch.addmm(rows, input.reshape(-1, input.size(-1)), weight.t(), out_dtype=torch.float32, out=rows)
-    return output
+        out.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=add)
 
 
 @lru_cache
-def adds_to_float32(device: torch.device) -> bool:
-    """Whether PyTorch adds a product of bf16 to a matrix of float32 there: on GPUs from 2.10 on, found by trying."""
-    one = torch.ones(16, 16, device=device)
-    small = 2**-7 * one.bfloat16()
+def multiplies_halves(device: torch.device) -> bool:
+    """Whether PyTorch makes products of float16 in float32 there: on GPUs from 2.8 on, found by trying."""
+    return _is_right(device, 2**-8, lambda out, half: torch.mm(half, half, out_dtype=torch.float32, out=out))
+
+
+@lru_cache
+def adds_halves(device: torch.device) -> bool:
+    """Whether it adds them to a matrix of float32, too: on GPUs from 2.10 on."""
+
+    def add(out: torch.Tensor, half: torch.Tensor) -> None:
+        torch.addmm(out, half, half, alpha=2**-4, out_dtype=torch.float32, out=out)
+
+    return _is_right(device, 1 + 2**-12, add)
+
+
+def _is_right(device: torch.device, expected: float, product: Callable[[torch.Tensor, torch.Tensor], Any]) -> bool:
+    out = torch.ones(16, 32, device=device)[:, :16]
     try:
-        torch.addmm(one, small, small, out_dtype=torch.float32, out=one)
+        product(out, torch.full((16, 16), 2.0**-6, dtype=torch.float16, device=device))
     except (RuntimeError, TypeError):
         return False
-    return bool((one == 1 + 2**-10).all())
+    return bool((out == expected).all())
 
 
-def in_two_parts(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight in float32, rounded to what TF32 has numbers for, and what is left of it, in bf16."""
-    if two_parts.usable(weight):
-        return two_parts.in_two_parts(weight, _BITS_LEFT_OUT)
-    half = 1 << (_BITS_LEFT_OUT - 1)
-    coarse = (weight.view(torch.int32) + half).bitwise_and_(-(1 << _BITS_LEFT_OUT)).view(torch.float32)
-    return coarse, (weight - coarse).bfloat16()
+def halved(values: torch.Tensor, factor: float, most: float = 0.0) -> torch.Tensor:
+    """`factor * values` in float16, none of them larger than `most`, if that is not 0."""
+    if halves.usable(values):
+        return halves.halved(values, factor, most)
+    values = values.float() * factor
+    return (values.clamp_(-most, most) if most else values).half()
+
+
+def in_halves(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What float16 has of a weight in float32 that is multiplied by `FACTOR`, and `REST` times what is left of it."""
+    if halves.usable(weight):
+        return halves.in_halves(weight, FACTOR, REST)
+    weight = weight * FACTOR
+    high = weight.half()
+    return high, ((weight - high.float()) * REST).half()
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -138,9 +209,14 @@ def attention_in_float16(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """As PyTorch's, of tensors in float32, and so is the result."""
-    # Infinite where it is too large, and finite again
-    query, key, value = (x.half().clamp_(-MOST_ATTENDED, MOST_ATTENDED) for x in (query, key, value))
+    query, key, value = (_attended(x) for x in (query, key, value))
     return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs).float()
+
+
+def _attended(x: torch.Tensor) -> torch.Tensor:
+    """In float16; heads often lie behind positions."""
+    turned = x.dim() == 4 and not x.is_contiguous()
+    return halved(x.transpose(1, 2), 1.0, MOST_ATTENDED).transpose(1, 2) if turned else halved(x, 1.0, MOST_ATTENDED)
 
 
 def _wide(value: Any) -> Any:
@@ -172,7 +248,6 @@ _PRODUCTS = [
 _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: partial(_widened, function) for function in _PRODUCTS},
     functional.embedding: _embedding,
-    functional.linear: linear,
     functional.scaled_dot_product_attention: _attention,
 }
 

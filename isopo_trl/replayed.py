@@ -80,6 +80,11 @@ class Replayed:
             self._can_be_recorded = self._is_recordable()
         return self._can_be_recorded and not self._given_up
 
+    @property
+    def has_recorded(self) -> bool:
+        """Whether there is a pass that is replayed."""
+        return bool(self._recordings)
+
     def __call__(
         self, function: Pass, inputs: tuple[torch.Tensor, ...], setting: Hashable = None, again: bool = False
     ) -> torch.Tensor:
@@ -246,9 +251,16 @@ class Recording:
         self._inputs, self._output = inputs, output
         self._graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream()
+        torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                output.copy_(function(*inputs))
+            # Without `torch.cuda.graph`, which first gives back all memory that is free: the next training step would
+            # have to ask for it again
+            with torch.cuda.stream(stream):
+                self._graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    output.copy_(function(*inputs))
+                finally:
+                    self._graph.capture_end()
         except BaseException:
             # Where a graph cannot be ended, PyTorch goes on with its stream and its pool, and some versions refuse
             # random numbers up to the end of the next

@@ -178,7 +178,7 @@ class StepKL:
 
     def forget(self) -> None:
         """Begin a new step."""
-        self._seen = 0
+        self._seen, self._has_all = 0, False
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
@@ -187,7 +187,7 @@ class StepKL:
 
     def begin(self) -> None:
         """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
-        self._seen = 0
+        self._seen, self._has_all = 0, False
 
     def note(self, batch: trl_seam.Batch) -> None:
         """Take those sequences out of a microbatch of the step that the step is measured by."""
@@ -197,14 +197,28 @@ class StepKL:
         places = drawn(count, self._share, trainer.state.global_step, trainer.args.seed)
         rows = [place - self._seen for place in places if 0 <= place - self._seen < size]
         self._seen += size
+        self._has_all = self._seen > places[-1]
         if rows:
+            self._before, self._inputs = [], None
             # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
             full = batch.scored.any(dim=1).nonzero().flatten().tolist() or list(range(size))
             taken = batch.rows(sorted({full[row * len(full) // size] for row in rows}))
             self._batches = trl_seam.scored_together(trainer, [*self._batches, taken])
 
+    def score_early(self) -> None:
+        """
+        Between two microbatches: before the step, if all of its sequences are known and the pass is one that takes the
+        host no time. It is busier than the GPU in many a training step, and catches up then.
+        """
+        alone = self._trainer.accelerator.num_processes == 1  # others may not replay, and ranks must not wait
+        recorded = self._replayed is not None and self._replayed.has_recorded
+        if alone and recorded and self._has_all and not self._before and self._replays():
+            self.score()
+
     def score(self) -> None:
-        """Before the step."""
+        """Before the step, unless that was done early."""
+        if self._before:
+            return
         trainer, device = self._trainer, self._trainer.accelerator.device
         sizes = [trl_seam.distribution_size(trainer, batch) for batch in self._batches]
         extremes = [[min(sizes, default=0), sum(sizes)]]

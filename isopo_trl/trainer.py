@@ -344,6 +344,8 @@ class ISOPOTrainer(GRPOTrainer):
                 "are not supported."
             )
         train = torch.is_grad_enabled()
+        if train and self.step_control is not None:
+            self.step_control.kl.score_early()
         if train:
             # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
             sign = ratio_loss.signs(advantages, self.loss_type)

@@ -23,7 +23,7 @@ from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, float32, replayed, step_
 from isopo_trl.backward_thread import calling_thread
 from isopo_trl.geometry.cost import KEPT_BY_KERNELS
 from isopo_trl.geometry.statistics import Statistics
-from isopo_trl.kernels import launch, linear, two_parts, v
+from isopo_trl.kernels import halves, launch, linear, v
 from tests import architectures, oracle, tiny, training
 from tests.kernels import batches
 from tests.layers.harness import Holder
@@ -473,13 +473,13 @@ def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
 def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size, adds, monkeypatch):
     """In TF32 alone it is lost."""
     if not adds:
-        monkeypatch.setattr(float32, "adds_to_float32", lambda device: False)
-    elif not float32.adds_to_float32(torch.device("cuda:0")):
+        monkeypatch.setattr(float32, "adds_halves", lambda device: False)
+    elif not float32.adds_halves(torch.device("cuda:0")):
         pytest.skip("not with this PyTorch")
     generator = torch.Generator("cuda").manual_seed(0)
-    x, weight = (torch.randn(64, 256, device="cuda", generator=generator).bfloat16().float() for _ in range(2))
+    x, weight = (torch.randn(192, 256, device="cuda", generator=generator).bfloat16().float() for _ in range(2))
     weight = weight / 64
-    step = size * torch.randn(64, 256, device="cuda", generator=generator)
+    step = size * torch.randn(192, 256, device="cuda", generator=generator)
     moved = weight + step
     expected = x.double() @ (moved - weight).double().T
     # What float32 has of an output of 4
@@ -488,14 +488,37 @@ def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size, adds, monkey
     def error(product):
         return ((product(x, moved) - product(x, weight)).double() - expected).norm() / expected.norm()
 
+    assert float32.is_made_of_halves(x, weight)
     with float32.products(tf32=False):
         assert error(float32.linear) < 0.05 + rounding
     with float32.products(tf32=True):
         assert error(torch.nn.functional.linear) > 0.2
 
 
-def test_pytorch_adds_products_of_bf16_to_float32_from_2_10_on():
-    assert float32.adds_to_float32(torch.device("cuda:0")) == (Version(torch.__version__) >= Version("2.10"))
+def test_pytorch_makes_products_of_float16_in_float32_and_adds_them_from_2_10_on():
+    device = torch.device("cuda:0")
+    assert float32.multiplies_halves(device)
+    assert float32.adds_halves(device) == (Version(torch.__version__) >= Version("2.10"))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("at_a_time", [2**25, 256 * 256])
+def test_products_in_float32_are_close_to_those_in_float64(at_a_time, dtype, bias, monkeypatch):
+    """In parts or not: activations are rounded to 11 bits, weights are not."""
+    monkeypatch.setattr(float32, "LARGEST", at_a_time)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight, b = (
+        torch.randn(shape, device="cuda", generator=generator) for shape in ((2, 77, 256), (700, 256), (700,))
+    )
+    weight, b = (weight / 16).to(dtype), b if bias else None
+    assert len(float32.parts_of(weight)) == (1 if at_a_time == 2**25 else 3)
+    with torch.no_grad(), float32.products(tf32=False), float32.Float32():
+        found = torch.nn.functional.linear(x, weight, b)
+    rounded = (x / float32.FACTOR).half().double() * float32.FACTOR
+    expected = torch.nn.functional.linear(rounded, weight.double(), None if b is None else b.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": True}], ids=["all", "causal", "masked"])
@@ -521,10 +544,10 @@ def test_attention_in_float32_is_close_to_that_in_float64(size, options):
 @pytest.mark.parametrize("shape", [(4096, 2048), (2**18 + 1, 127)], ids=str)  # whole blocks, and not
 def test_a_large_weight_in_two_parts_has_the_bits_of_plain_pytorch(shape, monkeypatch):
     weight = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    assert two_parts.usable(weight)
-    found = float32.in_two_parts(weight)
+    assert halves.usable(weight)
+    found = float32.in_halves(weight)
     monkeypatch.setattr(launch, "ENABLED", False)
-    assert all(map(torch.equal, found, float32.in_two_parts(weight)))
+    assert all(map(torch.equal, found, float32.in_halves(weight)))
 
 
 @pytest.mark.parametrize("rule", [batches.EUCLIDEAN, batches.INTERACTING], ids=batches.named)

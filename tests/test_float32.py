@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isopo_trl import float32
-from isopo_trl.float32 import Float32, in_two_parts, linear, product_in_parts
+from isopo_trl.float32 import FACTOR, REST, Float32, in_halves, linear
 from tests import tiny, training
 
 
@@ -94,74 +94,166 @@ def test_wider_numbers_stay_as_they_are():
         assert torch.equal(found, model(input_ids=ids(), use_cache=False).logits)
 
 
+def in_float16(out, left, right, add=0.0):
+    """What a GPU does: products of float16, sums of float32."""
+    assert left.dtype == right.dtype == torch.float16 and out.dtype == torch.float32
+    product = left.float() @ right.float()
+    out.copy_(out + add * product if add else product)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Products as GPUs make them, of matrices of any size."""
+    monkeypatch.setattr(float32, "FEW", 0)
+    monkeypatch.setattr(float32, "multiply", in_float16)
+    monkeypatch.setattr(float32, "is_made_of_halves", lambda input, weight: weight.dim() == 2)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("at_a_time", [1, 8 * 3, 8 * 7, 2**25])
-def test_large_weights_are_multiplied_in_parts(at_a_time, bias, monkeypatch):
+@pytest.mark.parametrize("halves", [False, True], ids=["float32", "float16"])
+def test_large_weights_are_multiplied_in_parts(halves, at_a_time, bias, monkeypatch, request):
+    if halves:
+        request.getfixturevalue("on_gpu")
     monkeypatch.setattr(float32, "LARGEST", at_a_time)  # less than a row, three of seven, all
+    monkeypatch.setattr(float32, "ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     x, weight, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((2, 5, 8), (7, 8), (7,)))
+    assert len(float32.parts_of(weight)) == {1: 7, 24: 3, 56: 1}.get(at_a_time, 1)
     found = linear(x, weight, b if bias else None)
     expected = functional.linear(x.float(), weight.float(), b.float() if bias else None)
+    assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected)
 
 
-def test_a_weight_in_two_parts_is_the_weight_and_tf32_has_the_first():
-    weight = torch.cat([torch.randn(1000) * 10.0**power for power in (-20, -3, 0, 20)])
-    coarse, rest = in_two_parts(weight)
-    assert not (coarse.view(torch.int32) & 0x1FFF).any()  # the bits that TF32 leaves out
-    assert rest.dtype == torch.bfloat16
-    torch.testing.assert_close(coarse, weight, rtol=2**-11, atol=0)
-    torch.testing.assert_close(coarse.double() + rest.double(), weight.double(), rtol=2**-19, atol=0)
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((4096, 12288), [2048, 2048]), ((12288, 4096), [6144, 6144]), ((50257, 1024), [25216, 25041]), ((9, 2**26), [9])],
+    ids=str,
+)
+def test_parts_of_a_weight_are_about_as_large_and_begin_at_multiples_of_128(shape, rows):
+    """For a number of rows that is no multiple of 4, cuBLAS has slow kernels only."""
+    assert [len(part) for part in float32.parts_of(torch.empty(shape, device="meta"))] == rows
+
+
+def test_a_weight_in_two_parts_is_the_weight():
+    weight = torch.cat([torch.randn(1000) * 10.0**power for power in (-6, -3, 0, 2)])
+    high, low = in_halves(weight)
+    assert high.dtype == low.dtype == torch.float16
+    torch.testing.assert_close(high.float() / FACTOR, weight, rtol=2**-11, atol=2**-29)
+    both = high.double() / FACTOR + low.double() / (FACTOR * REST)
+    torch.testing.assert_close(both, weight.double(), rtol=2**-22, atol=2**-40)
 
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_a_step_from_weights_of_bf16_is_what_is_left_of_them(direction):
-    """A small one: it is not lost in the first part, nor does it move that by as much as TF32 can tell apart."""
+    """A small one: it is not lost in the first part, nor does it move that by as much as float16 can tell apart."""
     weight = (torch.randn(1000) / 50).bfloat16().float()
     step = direction * 1e-8 * torch.rand(1000)
     moved = weight + step
-    coarse, rest = in_two_parts(moved)
+    high, low = in_halves(moved)
     large = weight.abs() > 1e-3
     assert large.sum() > 900
-    assert torch.equal(coarse[large], weight[large])
-    torch.testing.assert_close(rest[large].float(), (moved - weight)[large], rtol=2**-8, atol=0)
+    assert torch.equal(high[large].float() / FACTOR, weight[large])
+    torch.testing.assert_close(low[large].float() / (FACTOR * REST), (moved - weight)[large], rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_product_in_parts_is_the_product(dtype, bias):
-    """As GPUs make it; in the part that is in TF32 there, this machine has float32."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight, b = (torch.randn(shape, generator=generator) for shape in ((2, 5, 64), (7, 64), (7,)))
-    weight = weight.to(dtype)
-    found = product_in_parts(x, weight, b if bias else None)
-    expected = functional.linear(x.double(), weight.double(), b.double() if bias else None)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
-    if dtype == torch.float32:
-        coarse = functional.linear(x.double(), in_two_parts(weight)[0].double(), b.double() if bias else None)
-        assert (coarse - expected).abs().max() > 5e-4  # the first part alone
-
-
-@pytest.mark.parametrize("weight_shape", [(7, 64), (64,)], ids=["matrix", "one row"])
 @pytest.mark.parametrize("shape", [(2, 5, 64), (5, 64), (64,), (0, 64)], ids=str)
-def test_the_second_part_is_added_where_pytorch_can_add_it(shape, weight_shape, monkeypatch):
-    added = []
-
-    def addmm(matrix, left, right, out_dtype, out):
-        assert matrix is out and matrix.dtype == out_dtype == torch.float32
-        assert left.dtype == right.dtype == torch.bfloat16
-        added.append(out.add_(left.float() @ right.float()))
-
+def test_a_product_of_halves_is_the_product(shape, dtype, bias, on_gpu):
+    """As GPUs make it. The weight is seen as it is, activations are rounded."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(shape, generator=generator), torch.randn(weight_shape, generator=generator)
-    expected = product_in_parts(x, weight, None)
-    monkeypatch.setattr(float32, "adds_to_float32", lambda device: True)
+    x, weight, b = (torch.randn(size, generator=generator) for size in (shape, (7, 64), (7,)))
+    weight, b = weight.to(dtype), b if bias else None
+    found = linear(x, weight, b)
+    rounded = (x / FACTOR).half().double() * FACTOR
+    expected = functional.linear(rounded, weight.double(), None if b is None else b.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)
+    if dtype == torch.float32 and x.numel():
+        coarse = functional.linear(rounded, in_halves(weight)[0].double() / FACTOR, None if b is None else b.double())
+        assert (coarse - expected).abs().max() > 1e-4  # the first part alone
+
+
+def test_activations_are_rounded_once_for_all_layers_that_take_them(monkeypatch, on_gpu):
+    rounded = []
+    monkeypatch.setattr(
+        float32, "halved", lambda values, factor, most=0.0: rounded.append(len(values)) or (values * factor).half()
+    )
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(5, 64, generator=generator), torch.randn(3, 64, generator=generator)
+    weights = [torch.randn(7, 64, generator=generator) for _ in range(3)]
+    with torch.no_grad(), Float32():
+        found = [functional.linear(x, weight) for weight in weights]
+        assert rounded == [5]
+        functional.linear(other, weights[0])
+        functional.linear(x, weight=weights[0])
+        assert rounded == [5, 3, 5]
+        x.mul_(2)
+        doubled = functional.linear(x, weights[1], bias=None)
+        assert rounded == [5, 3, 5, 5]
+    torch.testing.assert_close(doubled, 2 * found[1])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("as it is", True),
+        ("few rows", False),
+        ("few columns", False),
+        ("one row", False),
+        ("float64", False),
+        ("gradient", False),
+        ("gradient that nobody asks for", True),
+        ("an old PyTorch", False),
+        ("a CPU", False),
+    ],
+)
+def test_which_products_are_made_of_halves(case, expected, monkeypatch):
+    class OnGPU(torch.Tensor):
+        device = torch.device("cpu" if case == "a CPU" else "cuda:0")
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    monkeypatch.setattr(float32, "multiplies_halves", lambda device: case != "an old PyTorch")
+    shape = {"few rows": (128, 200), "few columns": (200, 128), "one row": (200,)}.get(case, (129, 200))
+    dtype = torch.float64 if case == "float64" else torch.float32
+    x, weight = torch.randn(3, shape[-1], dtype=dtype).as_subclass(OnGPU), torch.randn(shape).as_subclass(OnGPU)
+    weight.requires_grad_(case.startswith("gradient"))
+    with torch.set_grad_enabled(case == "gradient"):
+        assert float32.is_made_of_halves(x, weight) == expected
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["added at once", "added apart"])
+def test_products_go_to_pytorch_as_it_takes_them(adds, monkeypatch):
+    calls = []
+
+    def mm(left, right, out_dtype, out=None):
+        calls.append("mm")
+        product = left.float() @ right.float()
+        return product if out is None else out.copy_(product)
+
+    def addmm(matrix, left, right, alpha, out_dtype, out):
+        assert matrix is out and matrix.dtype == out_dtype == torch.float32
+        calls.append("addmm")
+        out.add_(left.float() @ right.float(), alpha=alpha)
+
+    monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    torch.testing.assert_close(product_in_parts(x, weight, None), expected, rtol=0, atol=1e-4)
-    if x.dim() == 3:
-        turned = x.transpose(0, 1).contiguous().transpose(0, 1)
-        torch.testing.assert_close(product_in_parts(turned, weight, None), expected, rtol=0, atol=1e-4)
-    assert bool(added) == (weight.dim() == 2)
+    monkeypatch.setattr(float32, "adds_halves", lambda device: adds)
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(4, 4, generator=generator).half() for _ in range(2))
+    out = torch.full((4, 4), torch.nan)
+    float32.multiply(out, left, right)
+    float32.multiply(out, left, right, 0.25)
+    torch.testing.assert_close(out, 1.25 * (left.float() @ right.float()))
+    assert calls == ["mm", "addmm" if adds else "mm"]
+
+
+def test_this_machine_has_no_such_products():
+    """Were there any, tests above would not have to make them."""
+    device = torch.device("cpu")
+    assert not float32.multiplies_halves(device) and not float32.adds_halves(device)
 
 
 def attended(x, keys, mask, is_causal, scale):

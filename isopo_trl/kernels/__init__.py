@@ -11,5 +11,5 @@ small operations per layer. Here a layer takes two launches beside its own produ
 - `v`: norms and neural tangent kernel of explicit gradients, and their sum.
 - `elementwise`, `rms_norm`: parameters that act feature by feature, and the norm itself.
 - `divergence`: of distributions over the vocabulary, for the length of a step.
-- `two_parts`: weights as TF32 has them and what that leaves out, for passes in float32.
+- `halves`: numbers in float16, and what that leaves out, for passes that measure a step.
 """

@@ -9,7 +9,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
-from isopo_trl.kernels import divergence, elementwise, experts, kept_rows, linear, rms_norm, two_parts, v
+from isopo_trl.kernels import divergence, elementwise, experts, halves, kept_rows, linear, rms_norm, v
 from isopo_trl.kernels import launch as launching
 from isopo_trl.kernels.coefficients import KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm, experts, kept_rows, two_parts, divergence)
+MODULES = (linear, v, elementwise, rms_norm, experts, kept_rows, halves, divergence)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -254,10 +254,13 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
 
 
 @pytest.mark.parametrize("capability", MEMORY)
-def test_weights_in_two_parts_compile(compiled):
+def test_numbers_in_float16_compile(compiled):
     for shape in ((1024, 3072), (7, 33)):
-        two_parts.in_two_parts(tensor(*shape), 13)
-    assert compiled == {"_two_parts_kernel": 0}
+        halves.in_halves(tensor(*shape), 16.0, 4096.0)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            halves.halved(tensor(*shape, dtype=dtype), 16.0)
+            halves.halved(tensor(*shape, dtype=dtype), 1 / 16, 65504.0)
+    assert compiled == {"_halves_kernel": 0}
 
 
 @pytest.mark.parametrize("capability", MEMORY)
@@ -272,7 +275,7 @@ def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel", "_put_kernel"}
-    tried |= {"_kept_overlap_kernel", "_put_routed_kernel", "_two_parts_kernel", "_divergence_kernel"}
+    tried |= {"_kept_overlap_kernel", "_put_routed_kernel", "_halves_kernel", "_divergence_kernel"}
     tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried

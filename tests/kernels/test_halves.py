@@ -1,0 +1,99 @@
+"""Numbers in float16 and what that leaves out of them, by one kernel: the bits that plain PyTorch gives."""
+
+import pytest
+import torch
+
+from isopo_trl import float32
+from isopo_trl.kernels import halves, launch
+from isopo_trl.kernels.launch import INTERPRET
+from tests.kernels import batches
+from tests.kernels.batches import DEVICE
+
+
+pytestmark = batches.of_kernels
+
+SHAPES = [(1,), (1, 5), (7, 33), (64, 32), (3, 2048), (65, 129)]
+# Triton's interpreter has none of bf16
+DTYPES = [torch.float32, torch.float16] if INTERPRET else [torch.float32, torch.float16, torch.bfloat16]
+
+
+def numbers(*shape, dtype=torch.float32):
+    """Of all sizes that float16 has numbers for, and beyond; some of them such numbers, some between two of these."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    exponents = torch.randint(-30, 18, shape, generator=generator)
+    values = torch.ldexp(1 + torch.rand(shape, generator=generator), exponents)
+    values *= torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    bits = values.view(torch.int32)
+    bits[..., 1::4] &= -(1 << 16)
+    bits[..., 2::4] = bits[..., 2::4] & -(1 << 13) | 1 << 12
+    return values.to(dtype).to(DEVICE)
+
+
+def same_bits(found, expected):
+    return found.dtype == expected.dtype == torch.float16 and torch.equal(
+        found.view(torch.int16), expected.view(torch.int16)
+    )
+
+
+@pytest.mark.parametrize("most", [0.0, 2.0**15, float32.MOST])
+@pytest.mark.parametrize("factor", [1.0, 16.0, 1 / 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numbers_have_the_bits_of_plain_pytorch(shape, dtype, factor, most, monkeypatch):
+    values = numbers(*shape, dtype=dtype)
+    given = values.clone()
+    assert halves.usable(values)
+    found = float32.halved(values, factor, most)
+    assert torch.equal(values, given)
+    monkeypatch.setattr(launch, "ENABLED", False)
+    assert not halves.usable(values)
+    assert same_bits(found, float32.halved(values, factor, most)) and torch.equal(values, given)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_parts_of_a_weight_have_the_bits_of_plain_pytorch(shape, monkeypatch):
+    weight = numbers(*shape)
+    weight = torch.where(weight.abs() < 4000, weight, 1.0)  # what float16 does not hold leaves no number
+    found = float32.in_halves(weight)
+    monkeypatch.setattr(launch, "ENABLED", False)
+    assert all(map(same_bits, found, float32.in_halves(weight)))
+
+
+def test_rows_of_a_weight_may_begin_anywhere(monkeypatch):
+    parts = numbers(9, 33).clamp(-4000, 4000).split(4)
+    found = [float32.in_halves(part) for part in parts]
+    monkeypatch.setattr(launch, "ENABLED", False)
+    for part, both in zip(parts, found, strict=True):
+        assert all(map(same_bits, both, float32.in_halves(part)))
+
+
+NO_NUMBERS = [float("nan"), float("inf"), -float("inf"), 1.0]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_weight_that_is_no_number_stays_none(kernels, monkeypatch):
+    monkeypatch.setattr(launch, "ENABLED", kernels)
+    weight = torch.tensor([NO_NUMBERS], device=DEVICE)
+    high, low = float32.in_halves(weight)
+    assert (high.float() + low.float()).isfinite().tolist() == [[False, False, False, True]]
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_activations_that_are_too_large_are_cut_and_those_that_are_no_number_stay_none(kernels, monkeypatch):
+    monkeypatch.setattr(launch, "ENABLED", kernels)
+    values = torch.tensor([*NO_NUMBERS, 1e30, -1e30, 70000.0], device=DEVICE)
+    found = float32.halved(values, 1.0, 2.0**15)
+    expected = torch.tensor([float("nan"), 2.0**15, -(2.0**15), 1.0, 2.0**15, -(2.0**15), 2.0**15], device=DEVICE)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_tensors_take_the_plain_way():
+    values = numbers(8, 12)
+
+    class Other(torch.Tensor):
+        pass
+
+    for other in (values.T, values[:, :4], values.double(), values[:0], values.as_subclass(Other)):
+        assert not halves.usable(other)
+    assert halves.usable(torch.nn.Parameter(values))
+    torch.testing.assert_close(float32.halved(values.T, 1.0).float(), values.T.half().float())
