@@ -39,6 +39,7 @@ import statistics
 import time
 
 import liger_kernels
+import torch
 from setting import (
     HEADER,
     LIGER,
@@ -104,6 +105,48 @@ class Switch(TrainerCallback):
         self._control.size.load_state_dict(self._state)
 
 
+class DeviceTime:
+    """
+    The GPU's time for what a target adds to a step: from where it begins to where it ends on the stream, so that what
+    the host does meanwhile counts only if the GPU waits for it. Passes that are not replayed are left out.
+
+    Args:
+        control ([`StepControl`]): of the trainer.
+        clock ([`Clock`]): counts passes that are not replayed.
+    """
+
+    def __init__(self, control, clock: Clock):
+        self._kl, self._clock = control.kl, clock
+        self._events = {}
+        self._score = control.kl.score
+        for part, name in ((control.kl, "score"), (control, "_begin"), (control.kl, "measure")):
+            self._events[name] = []
+            setattr(part, name, self._timed(getattr(part, name), self._events[name]))
+
+    def _timed(self, call, events):
+        def timed(*args):
+            if call == self._score and self._kl._before:  # there is nothing left to do
+                return call(*args)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before = self._clock.forwards
+            start.record()
+            result = call(*args)
+            end.record()
+            if self._clock.forwards == before:
+                events.append((start, end))
+            return result
+
+        return timed
+
+    def medians(self) -> dict[str, float]:
+        """In seconds."""
+        torch.cuda.synchronize()
+        return {
+            name: statistics.median(start.elapsed_time(end) for start, end in events) / 1e3 if events else math.nan
+            for name, events in self._events.items()
+        }
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_case_options(parser)
@@ -158,8 +201,11 @@ def random_reward(options: argparse.Namespace):
     return reward
 
 
-def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[float], list[float], int | None]:
-    """One round: seconds and forward passes per optimizer step of every measured cycle, and the peak of memory."""
+def train(name: str, options: argparse.Namespace, rollout_func, device_times: list[dict[str, float]]):
+    """
+    One round: seconds and forward passes per optimizer step of every measured cycle, and the peak of memory. What a
+    target takes of the GPU's time is added to `device_times`.
+    """
     rule = name.removesuffix(TARGET)
     cycles = 1 + options.cycles * (1 if rule == name else 2)
     microbatches = math.lcm(options.steps_per_generation, options.accumulation)  # of one cycle
@@ -188,11 +234,14 @@ def train(name: str, options: argparse.Namespace, rollout_func) -> tuple[list[fl
     trainer.add_callback(clock)
     if rule != name:
         trainer.add_callback(Switch(trainer, steps))
+        device_time = DeviceTime(trainer.step_control, clock) if torch.cuda.is_available() else None
     trainer.remove_callback(PrinterCallback)
     with liger_kernels.apart(trainer.model), PeakMemory(trainer.model) as peak:
         trainer.train()
         if trainer.args.use_liger_kernel:
             liger_kernels.check(trainer)
+    if rule != name and device_time is not None:
+        device_times.append(device_time.medians())
     ends = clock.stamps[steps - 1 :: steps]
     spans = [(end[0] - start[0], end[1] - start[1]) for start, end in zip(ends, ends[1:], strict=False)]
     return [seconds / steps for seconds, _ in spans], [forwards / steps for _, forwards in spans], peak.bytes
@@ -208,16 +257,16 @@ def main():
     rollout_func = ready_completions(options)
     times, forwards, peaks = {name: [] for name in names}, {name: [] for name in names}, {}
     costs: dict[str, list[tuple[float, float]]] = {rule: [] for rule in options.rule if options.target_kl}
+    alone: dict[str, list[float]] = {rule: [] for rule in costs}
+    device_times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(options.rounds):
         for name in names if turn % 2 == 0 else names[::-1]:
-            seconds, calls, peaks[name] = train(name, options, rollout_func)
+            seconds, calls, peaks[name] = train(name, options, rollout_func, device_times[name])
             if name.endswith(TARGET):  # first without, then with
-                costs[name.removesuffix(TARGET)] += [
-                    (aimed / alone - 1, more - least)
-                    for alone, aimed, least, more in zip(
-                        seconds[::2], seconds[1::2], calls[::2], calls[1::2], strict=True
-                    )
-                ]
+                rule = name.removesuffix(TARGET)
+                pairs = zip(seconds[::2], seconds[1::2], calls[::2], calls[1::2], strict=True)
+                costs[rule] += [(aimed / own - 1, more - least) for own, aimed, least, more in pairs]
+                alone[rule] += seconds[::2]
                 seconds, calls = seconds[1::2], calls[1::2]
             times[name] += seconds
             forwards[name] += calls
@@ -230,7 +279,7 @@ def main():
     for name, figures in results.items():
         figures["forwards"] = sum(forwards[name]) / len(forwards[name])
         print(f"{name:12} {row(figures)} {figures['forwards']:9.2f}")
-    report["target_cost"] = costs
+    report |= {"target_cost": costs, "without": alone, "device_times": device_times}
     for rule, found in costs.items():
         replayed = [cost for cost, passes in found if passes == 0]
         others = [f"{cost:.1%} ({passes:g})" for cost, passes in found if passes != 0]
@@ -239,6 +288,11 @@ def main():
         if replayed:
             print(f"  their median: {statistics.median(replayed):.1%}")
         print(f"  others, with the passes per step that were not: {', '.join(others) or 'none'}")
+        step = statistics.median(alone[rule])
+        for parts in device_times[rule + TARGET]:
+            of_parts = ", ".join(f"{name.strip('_')} {1e3 * seconds:.1f}" for name, seconds in parts.items())
+            total = sum(parts.values())
+            print(f"  the GPU's time in ms: {of_parts}: {total / step:.1%} of {1e3 * step:.0f} without a target")
     if options.output:
         with open(options.output, "w") as file:
             json.dump(report, file, indent=2)

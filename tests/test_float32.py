@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as PeftLinear
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -83,6 +84,36 @@ def test_adapters_in_float32_on_a_narrow_base():
         with Float32():
             found = model(input_ids=ids(), use_cache=False).logits
         expected = model.float()(input_ids=ids(), use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["one function", "disabled", "a second adapter", "a hook"])
+def test_an_adapter_in_a_trainer_is_added_in_one_go(case, tmp_path, monkeypatch):
+    """And in PEFT's way where there is more to it."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = get_peft_model(tiny.model("qwen3").bfloat16(), config)
+    trainer = training.build(tmp_path, model)
+    model.eval()
+    if case == "disabled":
+        model.base_model.disable_adapter_layers()
+    elif case == "a second adapter":
+        model.add_adapter("other", config)
+        model.base_model.set_adapter(["default", "other"])
+    elif case == "a hook":
+        for name, module in model.named_modules():
+            if name.endswith("lora_A.default"):
+                module.register_forward_hook(lambda module, args, output: 2 * output)
+    calls, forward = [], PeftLinear.forward
+    monkeypatch.setattr(PeftLinear, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
+    with torch.no_grad(), float32.in_float32(trainer):
+        found = model(input_ids=ids(), use_cache=False).logits
+    assert bool(calls) == (case != "one function")
+    with torch.no_grad():
+        expected = model.float()(input_ids=ids(), use_cache=False).logits
+        if case != "disabled":
+            with model.disable_adapter():
+                assert (model(input_ids=ids(), use_cache=False).logits - expected).abs().max() > 1e-2
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -33,7 +33,10 @@ def _halves_kernel(
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < size  # without a mask, a thread reads and writes its elements at once
-    x = tl.load(values + at, mask=inside).to(tl.float32) * FACTOR
+    x = tl.load(values + at, mask=inside)
+    if x.dtype == tl.bfloat16:  # by its bits: LLVM would round to float16 first, and multiply then
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    x = x.to(tl.float32) * FACTOR
     if MOST > 0:  # what is no number stays none
         x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
     first = x.to(tl.float16)

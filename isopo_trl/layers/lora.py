@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
+from torch.nn.functional import linear
 
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward, parameter_of, take_aside
@@ -44,24 +45,28 @@ class LoRALinear(Layer):
 
     @property
     def microbatch(self) -> Microbatch | None:
-        module: Any = self.module
         microbatch = self.current.microbatch
-        if microbatch is None or not torch.is_grad_enabled():
+        if microbatch is None or not torch.is_grad_enabled() or not self._is_one_function():
             return None
+        A, B = self.A.module, self.B.module
+        if not (parameter_of(A, "weight").requires_grad and parameter_of(B, "weight").requires_grad):
+            return None
+        base: Any = self.module._modules["base_layer"]
+        return None if parameter_of(base, "weight").requires_grad else microbatch
+
+    def _is_one_function(self) -> bool:
+        """Whether there is nothing but the base layer and the one adapter, at present."""
+        module: Any = self.module
         if module.disable_adapters or module.merged or module.active_adapters != [self.adapter]:
-            return None
+            return False
         # Through the dictionaries: a search of `nn.Module.__getattr__` for each would take longer than all the rest
         inside: dict[str, Any] = module._modules
         dropout = inside["lora_dropout"]._modules[self.adapter]
         if dropout.training and getattr(dropout, "p", 0) > 0:
-            return None
-        base, A, B = inside["base_layer"], self.A.module, self.B.module
-        if not (parameter_of(A, "weight").requires_grad and parameter_of(B, "weight").requires_grad):
-            return None
-        if parameter_of(base, "weight").requires_grad or has_own_forward(base):
-            return None
+            return False
+        base = inside["base_layer"]
         # Their calls are skipped here, and with them what others do there: DeepSpeed, for one, gathers the weights
-        return None if _is_hooked(base) or _is_hooked(A) or _is_hooked(B) else microbatch
+        return not (has_own_forward(base) or any(map(_is_hooked, (base, self.A.module, self.B.module))))
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = module._modules["base_layer"]
@@ -73,6 +78,19 @@ class LoRALinear(Layer):
             return type(module).forward(module, x, *args, **kwargs)
         microbatch.add_to_graph(self.A.module)
         return _LoRA.apply(cast, weight, bias, A, B, module.scaling[self.adapter], self, microbatch)
+
+    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In float32 without gradient, the adapter's part is added while it is made."""
+        measures = self.current.in_float32 and not torch.is_grad_enabled()
+        if not measures or len(args) != 1 or kwargs or not self._is_one_function():
+            return super().forward_apart(module, *args, **kwargs)
+        (x,) = args
+        base = module._modules["base_layer"]
+        A, B = (parameter_of(factor.module, "weight") for factor in (self.A, self.B))
+        y = linear(x, parameter_of(base, "weight"), parameter_of(base, "bias"))
+        h = linear(x, A)
+        y.view(-1, y.size(-1)).addmm_(h.view(-1, h.size(-1)), B.t().to(h.dtype), alpha=module.scaling[self.adapter])
+        return y
 
 
 def _is_hooked(module: nn.Module) -> bool:

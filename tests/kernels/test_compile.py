@@ -254,6 +254,16 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
 
 
 @pytest.mark.parametrize("capability", MEMORY)
+def test_bf16_is_multiplied_before_it_is_rounded_to_float16(compiled, monkeypatch):
+    """As float32, in which nothing is lost: LLVM takes the liberty to change the order."""
+    made, compile = [], triton.compile
+    monkeypatch.setattr(triton, "compile", lambda *args, **kwargs: made.append(compile(*args, **kwargs)) or made[-1])
+    halves.halved(tensor(64, 64, dtype=torch.bfloat16), 16.0)
+    (kernel,) = made
+    assert "mul.f32" in kernel.asm["ptx"] and "mul.f16" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", MEMORY)
 def test_numbers_in_float16_compile(compiled):
     for shape in ((1024, 3072), (7, 33)):
         halves.in_halves(tensor(*shape), 16.0, 4096.0)
