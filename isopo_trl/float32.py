@@ -30,7 +30,7 @@ from .kernels import halves
 # Elements of a weight that are widened, or taken apart, at a time, in a multiple of so many rows
 LARGEST = 2**25
 ROWS = 128
-# Weights with as few rows or columns are multiplied in float32: that takes no longer than to take them apart
+# Products over as few columns are in float32, which takes no longer; of as few rows both parts are multiplied at once
 FEW = 128
 _NARROW = (torch.bfloat16, torch.float16)
 # Weights are multiplied by this in float16, and activations divided: up to 2^12 and 2^20, and with all bits from 2^-18
@@ -118,7 +118,7 @@ def parts_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def is_made_of_halves(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is made in float16: on GPUs, of what float32 could hold, and without gradient."""
-    if input.device.type != "cuda" or weight.dim() != 2 or min(weight.shape) <= FEW:
+    if input.device.type != "cuda" or weight.dim() != 2 or weight.size(1) <= FEW:
         return False
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return False
@@ -130,16 +130,22 @@ def product_of_halves(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, last: Last
 ) -> torch.Tensor:
     """The product with a weight of float32, or of less, by products of float16 that are added up in float32."""
-    x = last.half(input)
-    output = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    parts = parts_of(weight)
-    for out, part in zip(output.split(len(parts[0]), dim=1), parts, strict=True):
-        if weight.dtype == torch.float32:
-            high, low = in_halves(part)
-            multiply(out, x, high.t())
-            multiply(out, x, low.t(), 1 / REST)
-        else:  # float16 has all of it
-            multiply(out, x, halved(part, FACTOR).t())
+    x, wide = last.half(input), weight.dtype == torch.float32
+    if wide and len(weight) <= FEW:
+        both = x.new_empty(len(x), 2 * len(weight), dtype=torch.float32)
+        multiply(both, x, in_halves(weight).flatten(0, 1).t())
+        high, low = both.chunk(2, dim=1)
+        output = torch.add(high, low, alpha=1 / REST)
+    else:
+        output = x.new_empty(len(x), len(weight), dtype=torch.float32)
+        parts = parts_of(weight)
+        for out, part in zip(output.split(len(parts[0]), dim=1), parts, strict=True):
+            if wide:
+                high, low = in_halves(part)
+                multiply(out, x, high.t())
+                multiply(out, x, low.t(), 1 / REST)
+            else:  # float16 has all of it
+                multiply(out, x, halved(part, FACTOR).t())
     if bias is not None:
         output += bias
     return output.view(*input.shape[:-1], len(weight))
@@ -188,13 +194,16 @@ def halved(values: torch.Tensor, factor: float, most: float = 0.0) -> torch.Tens
     return (values.clamp_(-most, most) if most else values).half()
 
 
-def in_halves(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What float16 has of a weight in float32 that is multiplied by `FACTOR`, and `REST` times what is left of it."""
+def in_halves(weight: torch.Tensor) -> torch.Tensor:
+    """
+    `[2, rows, columns]`: what float16 has of a weight in float32 that is multiplied by `FACTOR`, and `REST` times what
+    is left of it.
+    """
     if halves.usable(weight):
         return halves.in_halves(weight, FACTOR, REST)
     weight = weight * FACTOR
     high = weight.half()
-    return high, ((weight - high.float()) * REST).half()
+    return torch.stack([high, ((weight - high.float()) * REST).half()])
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -168,12 +168,12 @@ class StepKL:
         self._trainer = trainer
         self._share = share
         self._as_trained = False  # whether to score as the model is trained, because it cannot be run in float32
-        self._replayed: Replayed | None = None
-        self.forget()
+        self.reset()
 
     def reset(self) -> None:
         """Begin a new run, or end one."""
-        self._replayed = None
+        self._replayed: Replayed | None = None
+        self._base: torch.nn.Module | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -220,7 +220,7 @@ class StepKL:
         if self._before:
             return
         trainer, device = self._trainer, self._trainer.accelerator.device
-        sizes = [trl_seam.distribution_size(trainer, batch) for batch in self._batches]
+        sizes = [trl_seam.distribution_size(self._base_model, batch) for batch in self._batches]
         extremes = [[min(sizes, default=0), sum(sizes)]]
         if trainer.accelerator.num_processes > 1:  # else there is nothing to wait for
             # On all ranks alike: sharded models are gathered in both cases, but not in the same way
@@ -255,6 +255,13 @@ class StepKL:
         totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
 
+    @property
+    def _base_model(self) -> torch.nn.Module:
+        """The model without wrappers and adapters."""
+        if self._base is None:
+            self._base = trl_seam.base_model(self._trainer)
+        return self._base
+
     def _replays(self) -> bool:
         """Whether passes are replayed, if they can be."""
         trainer = self._trainer
@@ -268,7 +275,7 @@ class StepKL:
     def _replayed_width(self, batch: trl_seam.Batch) -> int:
         """What a batch is padded to on the right; 0 if not at all."""
         width = padded_width(batch.attention_mask.size(1))
-        return width if self._replays() and width <= trl_seam.most_positions(self._trainer) else 0
+        return width if self._replays() and width <= trl_seam.most_positions(self._base_model) else 0
 
     def _first_scores(self) -> list[torch.Tensor]:
         if not self._as_trained:

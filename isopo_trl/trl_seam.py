@@ -422,13 +422,17 @@ def batch_logps(trainer: Any, batch: Batch) -> torch.Tensor:
     return score(trainer, trainer.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images)
 
 
-def distribution_size(trainer: Any, batch: Batch) -> int:
-    """Elements of [`log_distributions`] at all positions of completions; 0 where there are none to be had."""
+def base_model(trainer: Any) -> torch.nn.Module:
+    """The model itself, without wrappers and adapters. Takes a while: accelerate looks at every module."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    base = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    if _has_images(batch) or not takes_positions(base):
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
+def distribution_size(model: Any, batch: Batch) -> int:
+    """Elements of [`log_distributions`] at all positions of completions; 0 where there are none to be had."""
+    if _has_images(batch) or not takes_positions(model):
         return 0
-    return batch.completion_mask.numel() * base.config.get_text_config().vocab_size
+    return batch.completion_mask.numel() * model.config.get_text_config().vocab_size
 
 
 def takes_positions(model: torch.nn.Module) -> bool:
@@ -437,10 +441,9 @@ def takes_positions(model: torch.nn.Module) -> bool:
     return parameter is not None and "Tensor" in str(parameter.annotation)
 
 
-def most_positions(trainer: Any) -> float:
+def most_positions(model: Any) -> float:
     """Width of a batch up to which all models of the family have a place for every position, padding included."""
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    config = policy.config.get_text_config()
+    config = model.config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len")  # MPT has the other
     numbers = [number for number in (getattr(config, name, None) for name in names) if number is not None]
     return min(numbers, default=math.inf) - 2  # some begin to count at 2

@@ -192,8 +192,10 @@ def test_a_step_from_weights_of_bf16_is_what_is_left_of_them(direction):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 5, 64), (5, 64), (64,), (0, 64)], ids=str)
-def test_a_product_of_halves_is_the_product(shape, dtype, bias, on_gpu):
+@pytest.mark.parametrize("few", [0, 7], ids=["part by part", "both parts at once"])
+def test_a_product_of_halves_is_the_product(few, shape, dtype, bias, on_gpu, monkeypatch):
     """As GPUs make it. The weight is seen as it is, activations are rounded."""
+    monkeypatch.setattr(float32, "FEW", few)
     generator = torch.Generator().manual_seed(0)
     x, weight, b = (torch.randn(size, generator=generator) for size in (shape, (7, 64), (7,)))
     weight, b = weight.to(dtype), b if bias else None
@@ -231,7 +233,7 @@ def test_activations_are_rounded_once_for_all_layers_that_take_them(monkeypatch,
     ("case", "expected"),
     [
         ("as it is", True),
-        ("few rows", False),
+        ("few rows", True),
         ("few columns", False),
         ("one row", False),
         ("float64", False),

@@ -8,7 +8,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer, step_kl, trl_seam
-from isopo_trl.step_kl import columns, divergences, drawn, measurement, sums
+from isopo_trl.step_kl import StepKL, columns, divergences, drawn, measurement, sums
 from tests import oracle, tiny, training
 from tests.test_replayed import OnCPU
 
@@ -289,7 +289,7 @@ def test_tokens_are_compared_in_all_batches_where_one_has_no_logits_to_give(tmp_
     """As where some sequences have images, and others, perhaps on another rank, have none."""
     sizes = iter([0, 1000])
     monkeypatch.setattr(trl_seam, "scored_together", lambda trainer, batches: batches)
-    monkeypatch.setattr(trl_seam, "distribution_size", lambda trainer, batch: next(sizes))
+    monkeypatch.setattr(trl_seam, "distribution_size", lambda model, batch: next(sizes))
     kl = training.build(tmp_path, "qwen3", log_step_kl=True).step_control.kl
     batches = [trl_seam.Batch(oracle.random_batch([3, 2], [4, 5], 50, seed=seed).for_trl()) for seed in (0, 1)]
     kl._batches = [batch.rows([0, 1]) for batch in batches]
@@ -462,10 +462,17 @@ def test_dropout_and_bf16_play_no_part_in_the_measurement(tmp_path):
 # Replayed
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.8])
-def test_passes_that_are_replayed_have_the_same_measurements(temperature, float64_throughout, tmp_path, monkeypatch):
-    """Padded on the right, so that shapes come again; with completions of many lengths."""
-    made = []
+@pytest.mark.parametrize(
+    ("temperature", "microbatches", "share"), [(1.0, 1, 1.0), (0.8, 1, 1.0), (1.0, 4, 1e-3)], ids=str
+)
+def test_passes_that_are_replayed_have_the_same_measurements(
+    temperature, microbatches, share, float64_throughout, tmp_path, monkeypatch
+):
+    """
+    Padded on the right, so that shapes come again; with completions of many lengths. Before the step, as soon as the
+    sequences are known.
+    """
+    made, early = [], []
 
     class Noted(OnCPU):
         def __init__(self, model):
@@ -479,6 +486,14 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
             assert ids.size(1) % 16 == 0 == len(places) % 16 and mask.shape == ids.shape
             return output
 
+    score_early = StepKL.score_early
+
+    def noted(kl):
+        before = bool(kl._before)
+        score_early(kl)
+        early.append(bool(kl._before) and not before)
+
+    monkeypatch.setattr(StepKL, "score_early", noted)
     monkeypatch.setattr(step_kl, "REPLAYED_WIDTH", 16)
     lines = {}
     for kind in (step_kl.Replayed, Noted):
@@ -487,9 +502,10 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
             tmp_path,
             tiny.model("gpt2", dtype=torch.float64),  # with absolute positions
             target_kl=1e-3,
-            step_kl_share=1.0,
+            step_kl_share=share,
+            gradient_accumulation_steps=microbatches,
             temperature=temperature,
-            max_steps=4,
+            max_steps=6,
             max_completion_length=12,
             model_init_kwargs=None,
         )
@@ -498,10 +514,51 @@ def test_passes_that_are_replayed_have_the_same_measurements(temperature, float6
         assert trainer.step_control.kl._replayed is None  # whose memory is free again
     (passes,) = [each for each in made if hasattr(each, "number")]
     assert passes.number == 1
-    assert len(lines[Noted]) == 4
+    assert len(lines[Noted]) == 6
+    assert any(early) and not any(early[: len(early) // 2])
     for found, expected in zip(*lines.values(), strict=True):
         for name in ("step/kl", "step/kl_stderr", "step/learning_rate"):
             assert found[name] == pytest.approx(expected[name], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case", ["replayed", "not yet recorded", "another rank", "not all are known", "others follow"]
+)
+def test_sequences_are_scored_between_microbatches_where_that_takes_no_time(case, tmp_path, monkeypatch):
+    trainer = training.build(tmp_path, "qwen3", log_step_kl=True, gradient_accumulation_steps=2)
+    kl = trainer.step_control.kl
+    kl._share, trainer.current_gradient_accumulation_steps = (1.0 if case == "not all are known" else 1e-3), 2
+    monkeypatch.setattr(step_kl, "drawn", lambda count, share, *_: [0] if share < 1 else [0, count - 1])
+    if case == "another rank":
+        monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    batch = trl_seam.Batch(oracle.random_batch([4, 6], [3, 2], 50).for_trl())
+    kl._replayed = OnCPU(trainer.model)
+    if case != "not yet recorded":
+        kl._replayed._recordings["a pass"] = None
+    kl.score_early()
+    assert not kl._before
+    kl.begin()
+    kl.note(batch)
+    assert len(kl._batches) == 1
+    kl.score_early()
+    early = kl._before
+    assert bool(early) == (case in ("replayed", "others follow"))
+    if case == "others follow":  # an epoch ended here, and the step has more sequences
+        kl.begin()
+        kl.note(batch)
+        assert not kl._before and len(kl._batches[0].completion_mask) == 2
+    if case == "another rank":
+        monkeypatch.undo()
+    kl.score()
+    if case == "replayed":
+        assert kl._before is early
+    assert len(kl._before[0]) == (2 if case == "others follow" else 1)
+    assert kl.measure().kl == 0
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(1.5)
+    assert kl.measure().kl > 0
+    kl.forget()
+    assert not kl._before and not kl._has_all
 
 
 def test_large_batches_are_padded_to_few_widths():

@@ -65,9 +65,10 @@ def halved(values: torch.Tensor, factor: float, most: float = 0.0) -> torch.Tens
     return high
 
 
-def in_halves(values: torch.Tensor, factor: float, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`factor * values` in float16, and `rest` times what is left of it."""
-    high, low = torch.empty_like(values, dtype=torch.float16), torch.empty_like(values, dtype=torch.float16)
+def in_halves(values: torch.Tensor, factor: float, rest: float) -> torch.Tensor:
+    """`[2, ...]`: `factor * values` in float16, and `rest` times what is left of it."""
+    both = torch.empty(2, *values.shape, dtype=torch.float16, device=values.device)
+    high, low = both
     plan = _plan(values.numel(), values.dtype, values.device, factor, 0.0, rest)
     launch(_halves_kernel, plan, (values, high, low), (values.numel(),))
-    return high, low
+    return both
