@@ -262,6 +262,7 @@ class Report:
         lines += ["", *self.comparison(rows, next((label for label in rows if label.startswith("grpo,")), None))]
         if any(label.endswith("*") for label in rows):
             lines += ["", "\\* The method's grid of rates is not finished: the rate that most methods have runs at."]
+        lines += self.against_control(rows)
         lines += ["", *self.tail(rows)]
         captions = {
             "results_accuracy.png": "Accuracy on held-back problems by step and by seconds of training; median and "
@@ -272,6 +273,20 @@ class Report:
         for name in figures:
             lines += ["", f"![{captions[name]}]({name})"] if name in captions else []
         return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
+
+    def against_control(self, rows: Rows) -> list[str]:
+        """A sentence on what the Fisher metric does to a rule that normalises (the paper's figure 5)."""
+        found = {label.split(",")[0]: results for label, results in rows.items()}
+        if not {"fisher", "euclidean"} <= set(found):
+            return []
+        fisher, euclidean = found["fisher"], found["euclidean"]
+        parts = [f"{difference_of_tests(fisher, euclidean)} in points of accuracy"]
+        parts.append(f"{difference(fisher, euclidean, kl, '{:+.1f}')} in KL")
+        level = self.common_accuracy(rows)
+        if level:
+            at_level = difference(fisher, euclidean, lambda result: self.kl_at(result, level), "{:+.1f}")
+            parts.append(f"{at_level} in KL at {percent(level)} held back")
+        return ["", f"`fisher` against `euclidean`, its control, by seed: {'; '.join(parts)}."]
 
     def lambdas(self) -> str:
         rows: Rows = defaultdict(list)

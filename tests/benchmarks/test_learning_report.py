@@ -221,6 +221,24 @@ def test_divergence_at_equal_accuracy_is_interpolated(report):
     assert rows["fisher, 2e-6*"]["KL at 29.0 % held back"] == "4.8"
 
 
+def test_fisher_is_set_beside_its_control(report):
+    draw = random.Random(1)
+    ours = [made_up("fisher", 2e-6, seed, draw) for seed in (0, 1, 2)]
+    others = [made_up("euclidean", 2e-6, seed, draw) for seed in (0, 1, 2)]
+    for results, told in ((ours, False), (ours + others, True)):
+        _, page = report(before_training(), *results)
+        assert ("its control, by seed" in page) == told
+    (line,) = [line for line in page.splitlines() if "its control, by seed" in line]
+    points, divergence, at_level = line.partition(": ")[2].split("; ")
+
+    def mean(measure):
+        return np.mean([measure(a) - measure(b) for a, b in zip(ours, others, strict=True)])
+
+    assert numbers(points)[0] == pytest.approx(100 * mean(lambda r: r["test"]["accuracy"]), abs=0.051)
+    assert numbers(divergence)[0] == pytest.approx(mean(lambda r: r["validations"][-1]["kl"]), abs=0.051)
+    assert "n = 3 in KL at" in at_level and "held back" in at_level
+
+
 def test_the_grid_is_shown_with_the_chosen_rate_in_bold(of_many, many):
     page, _ = of_many
     rows = rows_of(page, "Learning rates")
