@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import embedded  # noqa: E402
 
-from isopo_trl.float32 import Float32, in_two_parts, products  # noqa: E402
+from isopo_trl.float32 import FACTOR, MOST, REST, Float32, halved, in_halves, products  # noqa: E402
 from isopo_trl.gsm8k import as_prompts, load_gsm8k  # noqa: E402
 
 
@@ -41,7 +41,7 @@ WALKS = (0.0, 5e-6, 3e-5)
 
 
 def to_tf32(x: torch.Tensor) -> torch.Tensor:
-    return in_two_parts(x)[0]
+    return cut_to_tf32((x.contiguous().view(torch.int32) + (1 << 12)).view(torch.float32))
 
 
 def cut_to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,10 @@ def to_bf16(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().float()
 
 
-def two_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    coarse, rest = in_two_parts(weight)
-    return functional.linear(to_tf32(x), coarse) + to_bf16(functional.linear(to_bf16(x), rest.float()))
+def of_halves(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = halved(x, 1 / FACTOR, MOST).float()
+    high, low = in_halves(weight).float()
+    return functional.linear(x, high) + functional.linear(x, low) / REST
 
 
 class Products(TorchFunctionMode):
@@ -74,7 +75,7 @@ class Products(TorchFunctionMode):
 
 PRECISIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "float32": nullcontext,
-    "in two parts": lambda: Products(two_parts),
+    "by float16": lambda: Products(of_halves),
     "TF32, rounded": lambda: Products(lambda x, w: functional.linear(to_tf32(x), to_tf32(w))),
     "TF32, cut off": lambda: Products(lambda x, w: functional.linear(cut_to_tf32(x), cut_to_tf32(w))),
     "bf16": lambda: Products(lambda x, w: to_bf16(functional.linear(to_bf16(x), to_bf16(w)))),

@@ -32,7 +32,7 @@ KERNELS = [
     "tests/kernels/test_launch.py",
     "tests/kernels/test_linear.py",
     "tests/kernels/test_rms_norm.py",
-    "tests/kernels/test_two_parts.py",
+    "tests/kernels/test_halves.py",
     "tests/kernels/test_divergence.py",
     "tests/kernels/test_v.py",
     "tests/layers/test_rms_norm.py",
