@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -111,14 +112,14 @@ def linear(
 
 def parts_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A matrix's rows, as many at a time as are widened at once: about as many in each part, so that none is slow."""
-    number = -(-weight.numel() // LARGEST)
+    number = max(1, -(-weight.numel() // LARGEST))
     rows = -(-len(weight) // number) if weight.dim() == 2 else 0
     return weight.split(-(-rows // ROWS) * ROWS) if 0 < rows < len(weight) else (weight,)
 
 
 def is_made_of_halves(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is made in float16: on GPUs, of what float32 could hold, and without gradient."""
-    if input.device.type != "cuda" or weight.dim() != 2 or weight.size(1) <= FEW:
+    if input.device.type != "cuda" or weight.dim() != 2 or weight.size(1) <= FEW or isinstance(weight, DTensor):
         return False
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return False

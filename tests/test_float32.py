@@ -159,7 +159,13 @@ def test_large_weights_are_multiplied_in_parts(halves, at_a_time, bias, monkeypa
 
 @pytest.mark.parametrize(
     ("shape", "rows"),
-    [((4096, 12288), [2048, 2048]), ((12288, 4096), [6144, 6144]), ((50257, 1024), [25216, 25041]), ((9, 2**26), [9])],
+    [
+        ((4096, 12288), [2048, 2048]),
+        ((12288, 4096), [6144, 6144]),
+        ((50257, 1024), [25216, 25041]),
+        ((9, 2**26), [9]),
+        ((0, 8), [0]),
+    ],
     ids=str,
 )
 def test_parts_of_a_weight_are_about_as_large_and_begin_at_multiples_of_128(shape, rows):
