@@ -106,7 +106,9 @@ def linear(
     parts = parts_of(weight)
     if len(parts) == 1:
         return functional.linear(input, _wide(weight), bias)
-    output = torch.cat([functional.linear(input, _wide(part)) for part in parts], dim=-1)
+    output = input.new_empty(*input.shape[:-1], len(weight))
+    for out, part in zip(output.split(len(parts[0]), dim=-1), parts, strict=True):
+        out.copy_(functional.linear(input, _wide(part)))
     return output if bias is None else output.add_(bias)
 
 
