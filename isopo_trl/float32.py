@@ -10,8 +10,8 @@ which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in b
 So under [`in_float32`] activations are in float32, and narrower weights are widened where they are used. On GPUs,
 where float32 is slow, layers multiply in float16, which has as many bits as TF32, 11, and so the same noise (bf16 has
 8), and sums are in float32. Of a weight in float32 there are two products: with its first 11 bits, and with the rest.
-PyTorch's fused attention, which has no weights, is in float16 as well. Activations that are too large for it are cut
-to the largest number that is taken, before the step as after it. All other products are in float32 proper.
+PyTorch's fused attention, which has no weights, is in float16 as well. Numbers that are too large for it are cut to
+the largest that is taken, before the step as after it. All other products are in float32 proper.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -34,15 +33,17 @@ ROWS = 128
 # Products over as few columns are in float32, which takes no longer; of as few rows both parts are multiplied at once
 FEW = 128
 _NARROW = (torch.bfloat16, torch.float16)
-# Weights are multiplied by this in float16, and activations divided: up to 2^12 and 2^20, and with all bits from 2^-18
-# and 2^-10 on; what is smaller is rounded to multiples of 2^-28 and 2^-20
+# Weights are multiplied by this in float16, and activations divided: up to 4,094 and a million, and with all bits from
+# 2^-18 and 2^-10 on; what is smaller is rounded to multiples of 2^-28 and 2^-20
 FACTOR = 2.0**4
 # The largest number of float16
 MOST = 65504.0
-# What of a weight float16 leaves out is multiplied by this, so that it is as large as the weight
-REST = 2.0**12
+# What of a weight float16 leaves out is multiplied by this, so that it is nearly as large as the weight
+REST = 2.0**11
 # The largest number in attention: half of what float16 holds, so that it holds a mean of them, too, however rounded
 MOST_ATTENDED = 2.0**15
+# As it is now: who puts a wrapper around it later calls this one in the end
+_LINEAR = functional.linear
 # What PyTorch calls the precision of products, and its values without TF32 and with it; another name before 2.9
 _SETTING, _VALUES = (
     ("fp32_precision", ("ieee", "tf32"))
@@ -76,7 +77,7 @@ class Float32(TorchFunctionMode):
         self._last = Last()
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.linear:
+        if function is _LINEAR:
             return linear(*args, **{"last": self._last, **(kwargs or {})})
         return _INSTEAD.get(function, function)(*args, **(kwargs or {}))
 
@@ -121,12 +122,21 @@ def parts_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def is_made_of_halves(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is made in float16: on GPUs, of what float32 could hold, and without gradient."""
-    if input.device.type != "cuda" or weight.dim() != 2 or weight.size(1) <= FEW or isinstance(weight, DTensor):
+    if not is_on_gpu(input) or not is_plain(weight) or weight.dim() != 2 or weight.size(1) <= FEW:
         return False
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return False
     known = (torch.float32, *_NARROW)
     return input.dtype in known and weight.dtype in known and multiplies_halves(input.device)
+
+
+def is_on_gpu(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight is what it seems to be: not sharded, nor stored in another type."""
+    return type(weight) in (torch.Tensor, torch.nn.Parameter)
 
 
 def product_of_halves(
@@ -148,7 +158,7 @@ def product_of_halves(
                 multiply(out, x, high.t())
                 multiply(out, x, low.t(), 1 / REST)
             else:  # float16 has all of it
-                multiply(out, x, halved(part, FACTOR).t())
+                multiply(out, x, halved(part, FACTOR, MOST).t())
     if bias is not None:
         output += bias
     return output.view(*input.shape[:-1], len(weight))
@@ -189,12 +199,15 @@ def _is_right(device: torch.device, expected: float, product: Callable[[torch.Te
     return bool((out == expected).all())
 
 
-def halved(values: torch.Tensor, factor: float, most: float = 0.0) -> torch.Tensor:
-    """`factor * values` in float16, none of them larger than `most`, if that is not 0."""
+def halved(values: torch.Tensor, factor: float, most: float) -> torch.Tensor:
+    """`factor * values` in float16; what is larger than `most` is cut to it, and what is not finite stays as it is."""
     if halves.usable(values):
         return halves.halved(values, factor, most)
-    values = values.float() * factor
-    return (values.clamp_(-most, most) if most else values).half()
+    return _cut(values.float() * factor, most).half()
+
+
+def _cut(values: torch.Tensor, most: float) -> torch.Tensor:
+    return values.where(values.isinf(), values.clamp(-most, most))
 
 
 def in_halves(weight: torch.Tensor) -> torch.Tensor:
@@ -203,16 +216,18 @@ def in_halves(weight: torch.Tensor) -> torch.Tensor:
     is left of it.
     """
     if halves.usable(weight):
-        return halves.in_halves(weight, FACTOR, REST)
-    weight = weight * FACTOR
-    high = weight.half()
-    return torch.stack([high, ((weight - high.float()) * REST).half()])
+        return halves.in_halves(weight, FACTOR, MOST, REST)
+    both = torch.empty(2, *weight.shape, dtype=torch.float16, device=weight.device)
+    weight = _cut(weight * FACTOR, MOST)
+    both[0] = weight
+    both[1] = weight.sub_(both[0]).mul_(REST)
+    return both
 
 
 def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
     query, key, value = given = [_wide(query), _wide(key), _wide(value)]
     no_numbers = attn_mask is None or attn_mask.dtype == torch.bool
-    if no_numbers and all(x.is_cuda and x.dtype == torch.float32 for x in given):
+    if no_numbers and all(is_on_gpu(x) and x.dtype == torch.float32 for x in given):
         return attention_in_float16(query, key, value, attn_mask, *args, **kwargs)
     return functional.scaled_dot_product_attention(query, key, value, _wide(attn_mask), *args, **kwargs)
 

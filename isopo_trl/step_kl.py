@@ -2,7 +2,7 @@
 How far an optimizer step moves the policy: the KL divergence KL(before || after), in nats per completion token, on a
 few of the sequences that the step was computed from.
 
-The sequences are scored twice, right before the step and right after it, in the same way: in one batch, by the same
+The sequences are scored twice, before the step and right after it, in the same way: in one batch, by the same
 kernels, without dropout, and in float32. The log-probabilities of the training forward would not do: in bf16 large
 logits are rounded to steps of an eighth, and passes over different batches differ by more than a small step does.
 
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
 
 from . import trl_seam
 from .float32 import in_float32
@@ -181,6 +182,7 @@ class StepKL:
         self._seen, self._has_all = 0, False
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
+        self._versions: list[int] = []  # of the model's weights then
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
         # What a model takes for the logits there, if it can be asked for them
         self._inputs: list[tuple[torch.Tensor, ...]] | None = None
@@ -210,16 +212,20 @@ class StepKL:
         Between two microbatches: before the step, if all of its sequences are known and the pass is one that takes the
         host no time. It is busier than the GPU in many a training step, and catches up then.
         """
-        alone = self._trainer.accelerator.num_processes == 1  # others may not replay, and ranks must not wait
+        trainer = self._trainer
+        alone = trainer.accelerator.num_processes == 1  # others may not replay, and ranks must not wait
         recorded = self._replayed is not None and self._replayed.has_recorded
         if alone and recorded and self._has_all and not self._before and self._replays():
-            self.score()
+            if not has_callbacks_within_steps(trainer, but=trainer.step_control):
+                self.score()
 
     def score(self) -> None:
-        """Before the step, unless that was done early."""
-        if self._before:
-            return
+        """Before the step, unless that was done early and the weights are still the same."""
         trainer, device = self._trainer, self._trainer.accelerator.device
+        versions = [p._version for p in trainer.model.parameters()]
+        if self._before and versions == self._versions:
+            return
+        self._before, self._inputs, self._versions = [], None, versions
         sizes = [trl_seam.distribution_size(self._base_model, batch) for batch in self._batches]
         extremes = [[min(sizes, default=0), sum(sizes)]]
         if trainer.accelerator.num_processes > 1:  # else there is nothing to wait for
@@ -320,6 +326,15 @@ class StepKL:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def has_callbacks_within_steps(trainer: Any, but: TrainerCallback) -> bool:
+    """Whether somebody but one's own callback may change weights between the microbatches of a step and the step."""
+    events = ("on_substep_end", "on_pre_optimizer_step")
+    others = [callback for callback in trainer.callback_handler.callbacks if callback is not but]
+    return any(
+        getattr(type(each), event) is not getattr(TrainerCallback, event) for each in others for event in events
+    )
 
 
 @contextmanager

@@ -701,7 +701,7 @@ def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path, mon
     generator = torch.Generator().manual_seed(0)
     kl, plain = trainer.step_control.kl, step_kl.StepKL(trainer, 1.0)
     plain._replayed = Never(trainer.model)
-    recorded = 0
+    recorded = early = 0
     for step in range(10):
         lengths = torch.randint(1, 100, (4,), generator=generator).tolist()
         batch = oracle.random_batch([3, 1, 5, 4], lengths, 100, seed=step)
@@ -711,6 +711,8 @@ def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path, mon
         trainer.isopo.end()
         plain._batches = kl._batches
         plain.score()
+        kl.score_early()
+        early += bool(kl._before)
         kl.score()
         optimizer.step()
         optimizer.zero_grad()
@@ -724,4 +726,4 @@ def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path, mon
         assert kl._replayed.is_usable and not plain._replayed._recordings
         kl.forget()
         plain.forget()
-    assert recorded > 1
+    assert recorded > 1 and early > 1

@@ -561,6 +561,46 @@ def test_sequences_are_scored_between_microbatches_where_that_takes_no_time(case
     assert not kl._before and not kl._has_all
 
 
+def changes_weights(event, data):
+    """A callback that does so in the midst of a step."""
+
+    def change(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            (p.data if data else p.detach()).mul_(1.01)
+
+    return type("Changes", (TrainerCallback,), {event: change})()
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["in place", "behind PyTorch's back"])
+@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step"])
+def test_what_a_callback_does_to_weights_is_not_the_step(event, data, float64_throughout, tmp_path, monkeypatch):
+    lines = {}
+    for kind in (step_kl.Replayed, OnCPU):
+        monkeypatch.setattr(step_kl, "Replayed", kind)
+        options = {"callbacks": [changes_weights(event, data)]}
+        settings = {"gradient_accumulation_steps": 4, "step_kl_share": 1e-3, "max_steps": 6, "log_step_kl": True}
+        model = tiny.model("gpt2", dtype=torch.float64)
+        trainer = training.build(tmp_path, model, options=options, model_init_kwargs=None, **settings)
+        trainer.train()
+        lines[kind] = [line["step/kl"] for line in trainer.state.log_history if "step/kl" in line]
+    found, expected = lines.values()
+    assert len(found) == 6 and found == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_that_have_changed_since_are_scored_anew(tmp_path):
+    trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
+    kl = trainer.step_control.kl
+    kl._batches = [trl_seam.Batch(oracle.random_batch([4, 6], [3, 2], 50).for_trl())]
+    kl.score()
+    first = kl._before
+    kl.score()
+    assert kl._before is first
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(1.5)
+    kl.score()
+    assert kl._before is not first and kl.measure().kl == 0
+
+
 def test_large_batches_are_padded_to_few_widths():
     widths = range(1, 10_000)
     found = [step_kl.padded_width(width) for width in widths]

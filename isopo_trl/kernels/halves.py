@@ -37,8 +37,8 @@ def _halves_kernel(
     if x.dtype == tl.bfloat16:  # by its bits: LLVM would round to float16 first, and multiply then
         x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     x = x.to(tl.float32) * FACTOR
-    if MOST > 0:  # what is no number stays none
-        x = tl.where(x > MOST, MOST, tl.where(x < -MOST, -MOST, x))
+    size_of = tl.abs(x)
+    x = tl.where((size_of > MOST) & (size_of < float("inf")), tl.where(x > 0, MOST, -MOST), x)
     first = x.to(tl.float16)
     tl.store(high + at, first, mask=inside)
     if REST > 0:
@@ -57,18 +57,18 @@ def usable(values: torch.Tensor) -> bool:
     return plain and values.dtype != torch.float64 and values.is_contiguous() and takes(values) and is_here(values)
 
 
-def halved(values: torch.Tensor, factor: float, most: float = 0.0) -> torch.Tensor:
-    """`factor * values` in float16, none of them larger than `most`, if that is not 0."""
+def halved(values: torch.Tensor, factor: float, most: float) -> torch.Tensor:
+    """`factor * values` in float16; what is larger than `most` is cut to it, and what is not finite stays as it is."""
     high = torch.empty_like(values, dtype=torch.float16)
     plan = _plan(values.numel(), values.dtype, values.device, factor, most, 0.0)
     launch(_halves_kernel, plan, (values, high, high), (values.numel(),))
     return high
 
 
-def in_halves(values: torch.Tensor, factor: float, rest: float) -> torch.Tensor:
-    """`[2, ...]`: `factor * values` in float16, and `rest` times what is left of it."""
+def in_halves(values: torch.Tensor, factor: float, most: float, rest: float) -> torch.Tensor:
+    """`[2, ...]`: the same, and `rest` times what is left of it."""
     both = torch.empty(2, *values.shape, dtype=torch.float16, device=values.device)
     high, low = both
-    plan = _plan(values.numel(), values.dtype, values.device, factor, 0.0, rest)
+    plan = _plan(values.numel(), values.dtype, values.device, factor, most, rest)
     launch(_halves_kernel, plan, (values, high, low), (values.numel(),))
     return both

@@ -258,7 +258,7 @@ def test_bf16_is_multiplied_before_it_is_rounded_to_float16(compiled, monkeypatc
     """As float32, in which nothing is lost: LLVM takes the liberty to change the order."""
     made, compile = [], triton.compile
     monkeypatch.setattr(triton, "compile", lambda *args, **kwargs: made.append(compile(*args, **kwargs)) or made[-1])
-    halves.halved(tensor(64, 64, dtype=torch.bfloat16), 16.0)
+    halves.halved(tensor(64, 64, dtype=torch.bfloat16), 16.0, 65504.0)
     (kernel,) = made
     assert "mul.f32" in kernel.asm["ptx"] and "mul.f16" not in kernel.asm["ptx"]
 
@@ -266,10 +266,9 @@ def test_bf16_is_multiplied_before_it_is_rounded_to_float16(compiled, monkeypatc
 @pytest.mark.parametrize("capability", MEMORY)
 def test_numbers_in_float16_compile(compiled):
     for shape in ((1024, 3072), (7, 33)):
-        halves.in_halves(tensor(*shape), 16.0, 4096.0)
+        halves.in_halves(tensor(*shape), 16.0, 65504.0, 2048.0)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            halves.halved(tensor(*shape, dtype=dtype), 16.0)
-            halves.halved(tensor(*shape, dtype=dtype), 1 / 16, 65504.0)
+            halves.halved(tensor(*shape, dtype=dtype), 16.0, 65504.0)
     assert compiled == {"_halves_kernel": 0}
 
 
