@@ -86,6 +86,10 @@ class Replayed:
         """Whether there is a pass that is replayed."""
         return bool(self._recordings)
 
+    def versions(self) -> list[int] | None:
+        """How often PyTorch has seen each of the model's tensors change; `None` where no pass has looked at them."""
+        return None if self._state is None else [x._version for x in self._state.tensors]
+
     def __call__(
         self, function: Pass, inputs: tuple[torch.Tensor, ...], setting: Hashable = None, again: bool = False
     ) -> torch.Tensor:

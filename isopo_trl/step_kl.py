@@ -182,7 +182,7 @@ class StepKL:
         self._seen, self._has_all = 0, False
         self._batches: list[trl_seam.Batch] = []
         self._before: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of the model's weights then
+        self._early: list[int] | None = None  # versions of the model's tensors, where that was scored early
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
         # What a model takes for the logits there, if it can be asked for them
         self._inputs: list[tuple[torch.Tensor, ...]] | None = None
@@ -201,7 +201,7 @@ class StepKL:
         self._seen += size
         self._has_all = self._seen > places[-1]
         if rows:
-            self._before, self._inputs = [], None
+            self._before, self._inputs, self._early = [], None, None
             # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
             full = batch.scored.any(dim=1).nonzero().flatten().tolist() or list(range(size))
             taken = batch.rows(sorted({full[row * len(full) // size] for row in rows}))
@@ -218,14 +218,14 @@ class StepKL:
         if alone and recorded and self._has_all and not self._before and self._replays():
             if not has_callbacks_within_steps(trainer, but=trainer.step_control):
                 self.score()
+                self._early = self._tensor_versions()
 
     def score(self) -> None:
         """Before the step, unless that was done early and the weights are still the same."""
         trainer, device = self._trainer, self._trainer.accelerator.device
-        versions = [p._version for p in trainer.model.parameters()]
-        if self._before and versions == self._versions:
+        if self._early is not None and self._early == self._tensor_versions():
             return
-        self._before, self._inputs, self._versions = [], None, versions
+        self._before, self._inputs, self._early = [], None, None
         sizes = [trl_seam.distribution_size(self._base_model, batch) for batch in self._batches]
         extremes = [[min(sizes, default=0), sum(sizes)]]
         if trainer.accelerator.num_processes > 1:  # else there is nothing to wait for
@@ -267,6 +267,9 @@ class StepKL:
         if self._base is None:
             self._base = trl_seam.base_model(self._trainer)
         return self._base
+
+    def _tensor_versions(self) -> list[int] | None:
+        return None if self._replayed is None else self._replayed.versions()
 
     def _replays(self) -> bool:
         """Whether passes are replayed, if they can be."""

@@ -587,16 +587,20 @@ def test_what_a_callback_does_to_weights_is_not_the_step(event, data, float64_th
     assert len(found) == 6 and found == pytest.approx(expected, rel=1e-6)
 
 
-def test_weights_that_have_changed_since_are_scored_anew(tmp_path):
+@pytest.mark.parametrize("kind", ["parameters", "buffers"])
+def test_weights_that_have_changed_since_are_scored_anew(kind, tmp_path):
     trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
     kl = trainer.step_control.kl
     kl._batches = [trl_seam.Batch(oracle.random_batch([4, 6], [3, 2], 50).for_trl())]
-    kl.score()
+    kl._replayed, kl._has_all = OnCPU(trainer.model), True
+    kl._replayed._recordings["a pass"] = None
+    kl.score_early()
     first = kl._before
+    assert first
     kl.score()
     assert kl._before is first
     with torch.no_grad():
-        next(trainer.model.parameters()).mul_(1.5)
+        next(getattr(trainer.model, kind)()).mul_(1.5)
     kl.score()
     assert kl._before is not first and kl.measure().kl == 0
 
