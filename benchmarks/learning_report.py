@@ -350,11 +350,29 @@ class Report:
                 apart = f" [{fmean(values) - 100 * best:+.1f}], n = {len(values)}" if values else ""
                 cells.append(spread(values, "{:.1f} %") + apart if values else "not run")
             lines.append(row([method, *cells]))
-        lines += ["", "What the steps were like:", "", *self.lengths(rows)]
+        lines += [*self.of_the_rule(rows), "", "What the steps were like:", "", *self.lengths(rows)]
         if STARTS in figures:
             caption = "Accuracy on test problems against the starting learning rate; median and range over seeds"
             lines += ["", f"![{caption}]({STARTS})"]
         return "\n".join([*lines, *self.missing(START_GROUPS)])
+
+    def of_the_rule(self, rows: dict[str, dict[float, list[Result]]]) -> list[str]:
+        """A sentence for each rule with a target: what it adds to REINFORCE with the same target, over all starts."""
+        lines = []
+        for label, by_rate in rows.items():
+            method, _, target = label.partition(", ")
+            plain = rows.get(f"reinforce, {target}", {})
+            rates = sorted(set(by_rate) & set(plain))
+            if target and method != "reinforce" and rates:
+                first, second = ([r for rate in rates for r in runs[rate]] for runs in (by_rate, plain))
+                lines += [
+                    "",
+                    f"`{method}` against REINFORCE, both with {target}, by seed, each the mean over the starts that "
+                    f"both have ({', '.join(map(short_rate, rates))}): "
+                    f"{difference_of_tests(first, second, 'learning_rate')} in points of accuracy; "
+                    f"{difference(first, second, kl, '{:+.1f}', 'learning_rate')} in KL.",
+                ]
+        return lines
 
     def targets(self) -> str:
         """Runs of one start with different targets, which are compared on held-back problems."""
@@ -639,33 +657,54 @@ def labelled(result: Result, name: str) -> str:
 # Differences
 
 
-def paired(first: list[Result], second: list[Result]) -> list[tuple[Result, Result]]:
-    """Runs of the same seed."""
-    others = {r["settings"]["seed"]: r for r in second}
-    return [(r, others[r["settings"]["seed"]]) for r in first if r["settings"]["seed"] in others]
+def paired(first: list[Result], second: list[Result], same: str | None = None) -> list[list[tuple[Result, Result]]]:
+    """Runs of the same seed, by seed: one pair each, or one for every value of the setting that they are to share."""
+
+    def key(result: Result) -> tuple:
+        return result["settings"]["seed"], same and result["settings"][same]
+
+    others = {key(r): r for r in second}
+    pairs = defaultdict(list)
+    for result in first:
+        if key(result) in others:
+            pairs[result["settings"]["seed"]].append((result, others[key(result)]))
+    return list(pairs.values())
 
 
-def difference(first: list[Result], second: list[Result], measure: Callable[[Result], float | None], form: str) -> str:
-    pairs = [(measure(a), measure(b)) for a, b in paired(first, second)]
-    values = [a - b for a, b in pairs if a is not None and b is not None]
+def difference(
+    first: list[Result],
+    second: list[Result],
+    measure: Callable[[Result], float | None],
+    form: str,
+    same: str | None = None,
+) -> str:
+    values = []
+    for pairs in paired(first, second, same):
+        measured = [(measure(a), measure(b)) for a, b in pairs]
+        of_seed = [a - b for a, b in measured if a is not None and b is not None]
+        values += [fmean(of_seed)] if of_seed else []
     return with_interval(values, bootstrap_interval(values), form)
 
 
-def difference_of_tests(first: list[Result], second: list[Result]) -> str:
+def difference_of_tests(first: list[Result], second: list[Result], same: str | None = None) -> str:
     """In points, with an interval over seeds and problems; of few seeds, over problems alone."""
-    pairs = paired(first, second)
-    values = [100 * (accuracy(a) - accuracy(b)) for a, b in pairs]
+    seeds = paired(first, second, same)
+    values = [100 * fmean(accuracy(a) - accuracy(b) for a, b in pairs) for pairs in seeds]
     if not values:
         return with_interval(values, None, "{:+.1f}")
-    each = [
-        [100 * (x - y) for x, y in zip(*(bits(r["test"]["right"], r["test"]["count"]) for r in pair), strict=True)]
-        for pair in pairs
-    ]
+    each = [mean_by_problem(pairs) for pairs in seeds]
     interval = crossed_interval(each)
     if interval is not None:
         return with_interval(values, interval, "{:+.1f}")
     of_problems = [sum(column) / len(column) for column in zip(*each, strict=True)]
     return with_interval(values, interval_over_problems(of_problems), "{:+.1f}") + ", problems alone"
+
+
+def mean_by_problem(pairs: list[tuple[Result, Result]]) -> list[float]:
+    """In points: by how much more often each problem was answered in the first runs of the pairs."""
+    answers = [[bits(r["test"]["right"], r["test"]["count"]) for r in pair] for pair in pairs]
+    by_pair = [[100 * (x - y) for x, y in zip(first, second, strict=True)] for first, second in answers]
+    return [fmean(problem) for problem in zip(*by_pair, strict=True)]
 
 
 def with_interval(values: list[float], interval: tuple[float, float] | None, form: str) -> str:

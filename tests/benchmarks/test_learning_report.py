@@ -371,6 +371,34 @@ def test_starting_rates_are_compared_with_the_best_of_all(report):
     assert float(rate.split(" ")[0]) == pytest.approx(np.median(ends), rel=0.05)
 
 
+def test_a_rule_with_a_target_is_set_beside_reinforce_with_it_over_all_starts(report):
+    draw = random.Random(5)
+    made = [
+        started(method, rate, seed, draw)
+        for method in ("fisher_kl", "reinforce_kl")
+        for rate in (1e-7, 1e-6, 1e-5)
+        for seed in (0, 1, 2)
+        if (method, rate, seed) not in {("reinforce_kl", 1e-5, 1), ("fisher_kl", 1e-7, 0)}  # these have no partner
+    ]
+    _, page = report(before_training(), *made)
+    line = next(line for line in page.splitlines() if line.startswith("`fisher` against REINFORCE"))
+    *_, of_tests, of_kl = (numbers(part) for part in line.replace(":", ";").split(";"))
+    by_run = {(r["settings"]["method"], r["settings"]["learning_rate"], r["settings"]["seed"]): r for r in made}
+    of_seeds = []
+    for seed in (0, 1, 2):
+        pairs = [
+            tuple(by_run.get((m, rate, seed)) for m in ("fisher_kl", "reinforce_kl")) for rate in (1e-7, 1e-6, 1e-5)
+        ]
+        pairs = [pair for pair in pairs if all(pair)]
+        accuracies = [100 * (a["test"]["accuracy"] - b["test"]["accuracy"]) for a, b in pairs]
+        divergences = [a["validations"][-1]["kl"] - b["validations"][-1]["kl"] for a, b in pairs]
+        of_seeds.append((np.mean(accuracies), np.mean(divergences)))
+    accuracy, divergence = np.mean(of_seeds, axis=0)
+    assert of_tests[0] == pytest.approx(accuracy, abs=0.051) and of_tests[1] < accuracy < of_tests[2]
+    assert of_kl[0] == pytest.approx(divergence, abs=0.051) and of_kl[1] <= of_kl[0] <= of_kl[2]
+    assert of_tests[3] == of_kl[3] == 3
+
+
 def test_targets_of_one_start_stand_side_by_side(report):
     draw = random.Random(4)
     _, page = report(started("fisher_kl", 1e-6, 0, draw))
