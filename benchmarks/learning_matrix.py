@@ -129,13 +129,18 @@ class Matrix:
         )[2]
 
     def expected_seconds(self, run: Run, finished: Results, parallel: int, shared: bool = False) -> float:
-        """Seconds from the start of a run's process to its end: by runs like it, else as the matrix says."""
+        """
+        Seconds from the start of a run's process to its end: by runs like it, else as the matrix says. Steps of fewer
+        at a time take less in proportion, but not less than those of one alone.
+        """
         expected = self.content["expected"]
         share = expected["step"] + expected["microbatch"] * run.settings["completions"] / run.settings["microbatch"]
         start, step = expected["start"], max(expected["alone"], share * parallel)
         if like := self._like(run, finished, parallel, shared):
             start = median(result["seconds"]["total"] - result["seconds"]["train"] for result in like)
             step = median(result["seconds"]["train"] / result["settings"]["steps"] for result in like)
+            if (number := like[0]["hardware"]["parallel"]) > parallel:
+                step = max(min(expected["alone"], step), step * parallel / number)
         return start + step * run.settings["steps"]
 
     def expected_end(self, run: Run, finished: Results, parallel: int, shared: bool = False) -> float:
@@ -148,15 +153,20 @@ class Matrix:
         return self.content["expected"]["end"]
 
     def _like(self, run: Run, finished: Results, parallel: int, shared: bool) -> list[dict[str, Any]]:
-        """Finished runs of the same task and size of microbatches that shared the machine in the same way."""
-        return [
+        """
+        Finished runs of the same task and size of microbatches that shared the machine in the same way: as many at a
+        time, or the next larger number that there is.
+        """
+        like = [
             result
             for result in finished.values()
             if all(result.get("settings", {}).get(key) == run.settings[key] for key in ("task", "microbatch"))
             and result["settings"]["steps"] > 0
-            and result["hardware"]["parallel"] == parallel
+            and result["hardware"]["parallel"] >= parallel
             and result["hardware"].get("shared_kernels", False) == shared
         ]
+        number = min((result["hardware"]["parallel"] for result in like), default=parallel)
+        return [result for result in like if result["hardware"]["parallel"] == number]
 
 
 def run_name(method: str, given: dict[str, Any]) -> str:

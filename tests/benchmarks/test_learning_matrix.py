@@ -104,6 +104,11 @@ def test_what_a_run_takes_is_known_from_runs_made_like_it(learning_matrix):
     # 30, 40, 36 beside the steps, and 2, 10, 5 per step
     assert matrix.expected_seconds(run, others | like, 6) == 36 + 4 * 5
     assert matrix.expected_end(run, others | like, 6) == 6 / 2 + 3
+    # Of fewer at a time, steps take less; of many more there is nothing to go by
+    assert matrix.expected_seconds(run, others | like, 5) == 36 + 4 * 5  # no faster than alone
+    like |= {name: took("gsm8k", 4, 8, 100, 64) for name in "de"}
+    assert matrix.expected_seconds(run, others | like, 7) == 36 + 4 * 16 * 7 / 8
+    assert matrix.expected_seconds(run, others | like, 9) == 10 + 4 * 9 * (1 + 2 * 0.5)
     # Under the multi-process service they would take another time
     assert matrix.expected_seconds(run, others | like, 6, shared=True) == 10 + 4 * 6 * (1 + 2 * 0.5)
     assert matrix.expected_end(run, others | like, 6, shared=True) == 7
