@@ -42,6 +42,9 @@ MOST = 65504.0
 REST = 2.0**11
 # The largest number in attention: half of what float16 holds, so that it holds a mean of them, too, however rounded
 MOST_ATTENDED = 2.0**15
+# KL divergences that rounding makes, in nats per token: of products in float16, and of a model in bf16
+ROUNDING_OF_HALVES = 4e-6
+ROUNDING_AS_TRAINED = 1e-3
 # As it is now: who puts a wrapper around it later calls this one in the end
 _LINEAR = functional.linear
 # What PyTorch calls the precision of products, and its values without TF32 and with it; another name before 2.9
@@ -54,11 +57,10 @@ _SETTING, _VALUES = (
 
 @contextmanager
 def in_float32(trainer: Any) -> Iterator[None]:
-    """Context in which the trainer's model is run in float32, unless its attention, or FSDP2, runs it in bf16."""
+    """Context in which the trainer's model is run in float32, unless it [cannot be][is_run_as_trained]."""
     model, accelerator = trainer.model, trainer.accelerator
-    fused = "flash" in str(getattr(model.config, "_attn_implementation", None))
     with ExitStack() as loans:
-        if not fused and not accelerator.is_fsdp2:  # which casts the weights it gathers by itself
+        if not is_run_as_trained(trainer):
             if accelerator.native_amp:
                 loans.enter_context(trl_seam.borrowed(accelerator, native_amp=False))
                 loans.enter_context(trl_seam.borrowed(model, forward=model._original_forward))
@@ -67,6 +69,31 @@ def in_float32(trainer: Any) -> Iterator[None]:
             loans.enter_context(Precision(getattr(torch.backends.cudnn, "conv", torch.backends.cudnn), tf32=False))
             loans.enter_context(Float32())
         yield
+
+
+def is_run_as_trained(trainer: Any) -> bool:
+    """Whether its attention, or FSDP2, which casts the weights that it gathers, runs the model in what it has."""
+    fused = "flash" in str(getattr(trainer.model.config, "_attn_implementation", None))
+    return fused or trainer.accelerator.is_fsdp2
+
+
+def rounding(trainer: Any, as_trained: bool = False) -> float:
+    """
+    KL divergence, in nats per token, that rounding alone makes of two passes between which weights have moved by next
+    to nothing. Less than that says nothing about a step.
+
+    Args:
+        trainer ([`ISOPOTrainer`]): the trainer.
+        as_trained (`bool`): whether passes are made as the model is trained, for whatever reason.
+    """
+    model, accelerator = trainer.model, trainer.accelerator
+    as_trained |= is_run_as_trained(trainer)
+    quantised = getattr(trl_seam.base_model(trainer), "is_quantized", False)
+    narrow = accelerator.mixed_precision in ("bf16", "fp16") or any(p.dtype in _NARROW for p in model.parameters())
+    if narrow and (as_trained or quantised):
+        return ROUNDING_AS_TRAINED
+    on_gpu = accelerator.device.type == "cuda" and not as_trained
+    return ROUNDING_OF_HALVES if on_gpu and multiplies_halves(accelerator.device) else 0.0
 
 
 class Float32(TorchFunctionMode):

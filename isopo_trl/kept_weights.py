@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 # Bytes from which on a copy is not kept where it need not be
 SMALL = 2**28
-# Elements that are moved at a time, in float64
+# Elements that are moved at a time, widened
 _BLOCK = 2**22
 
 
@@ -63,6 +63,7 @@ class KeptWeights:
     lost = False
 
     def __init__(self, parameters: list[torch.Tensor], offload: bool = False):
+        self._parameters = parameters
         self._weights = [local(p) for p in parameters]
         self._share = 1.0  # of the step that the weights have
         self._after: dict[int, torch.Tensor] = {}
@@ -75,6 +76,7 @@ class KeptWeights:
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the weights, before the step."""
+        self._weights = [local(p) for p in self._parameters]  # somebody may have given them other storage
         torch._foreach_copy_(self._copies, self._weights)
         self._share = 1.0
         self._after.clear()
@@ -83,18 +85,24 @@ class KeptWeights:
     def move(self, share: float) -> None:
         """Put the weights where they would be with a share of the step, from 0 (as they were) to 1; 0 is for good."""
         for place, (weight, copy) in enumerate(zip(self._weights, self._copies, strict=True)):
-            before = copy.to(weight.device)
             if not share:  # whatever the step has made of the weight
-                weight.copy_(before)
+                weight.copy_(copy)
                 continue
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            after, ratio = weight, share / self._share
-            if weight.dtype != wide:
-                if place not in self._after:
-                    self._after[place] = torch.empty_like(copy).copy_(weight)
-                after, ratio = self._after[place].to(weight.device), share
-            weight.copy_(before.to(wide) + ratio * (after.to(wide) - before.to(wide)))
+            if weight.dtype in (torch.float32, torch.float64):
+                for part, before in blocks(weight, copy):
+                    before = before.to(weight.device)
+                    part.sub_(before).mul_(share / self._share).add_(before)
+                continue
+            if place not in self._after:
+                self._after[place] = torch.empty_like(copy).copy_(weight)
+            for part, *others in blocks(weight, copy, self._after[place]):
+                before, after = (other.to(weight.device, torch.float32) for other in others)
+                part.copy_(after.sub_(before).mul_(share).add_(before))
         self._share = share
+
+    def settle(self) -> None:
+        """The step stays as it is."""
+        self._after.clear()
 
     @property
     def bytes(self) -> int:
@@ -137,12 +145,12 @@ class AdamWSteps:
         ]
         if not moved:
             return
-        steps = torch.stack([self._optimizer.state[p]["step"].float() for _, _, p in moved]).tolist()
+        counts = [self._optimizer.state[p]["step"].float() for _, _, p in moved]
+        steps = torch.stack([count.to(counts[0].device) for count in counts]).tolist()
         for (group, rate, p), number in zip(moved, steps, strict=True):
             state = self._optimizer.state[p]
             first, second = (1 - float(beta) ** number for beta in group["betas"])
-            flat = (local(x).view(-1).split(_BLOCK) for x in (p, state["exp_avg"], state["exp_avg_sq"]))
-            for parts in zip(*flat, strict=True):
+            for parts in blocks(*map(local, (p, state["exp_avg"], state["exp_avg_sq"]))):
                 wide, mean, square = (part.to(torch.float64, copy=True) for part in parts)
                 denominator = square.sqrt_().div_(math.sqrt(second)).add_(group["eps"])
                 step = mean.div_(denominator).mul_(rate / first)
@@ -151,6 +159,16 @@ class AdamWSteps:
                 parts[0].copy_(before.mul_(1 - share * decay).sub_(step, alpha=share))
         self._share = share
         self.lost = not share and not all(bool(local(p).isfinite().all()) for _, _, p in moved)
+
+    def settle(self) -> None:
+        """As [`KeptWeights.settle`]: nothing is kept for it."""
+
+
+def blocks(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, of as many elements as are moved at a time; all if they lie in another order."""
+    if not all(values.is_contiguous() for values in alike):
+        return iter([alike])
+    return zip(*(values.view(-1).split(_BLOCK) for values in alike), strict=True)
 
 
 def local(p: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """What happens around every optimizer step so that its KL divergence is known, and is what was asked for."""
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,10 @@ from . import deepspeed_weights, optimizers, trl_seam
 from .behaviour import BehaviourBound
 from .kept_weights import AdamWSteps, KeptWeights, kept_weights, local, trained
 from .step_kl import StepKL
-from .step_size import Measurement, StepSize, is_too_long, shortened
+from .step_size import OVERSHOOT, Measurement, StepSize, is_too_long, shortened
+
+
+logger = logging.getLogger(__name__)
 
 
 # Steps in a row that may be taken back wholly
@@ -36,10 +40,11 @@ class StepControl(TrainerCallback):
         self._offload = args.target_kl_offload
         self._kept: KeptWeights | AdamWSteps | None = None
         self._checked = False  # the optimizer's state, after its first step
+        self._warned = False  # that steps of that length are lost in rounding
         self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
         self._factor = 1.0  # what they are multiplied by
-        self._schedule = 1.0  # what it multiplies the largest of them by
-        self._applied = 0.0  # what that one was for the step
+        self._schedule = 1.0  # what the target is multiplied by
+        self._applied = 0.0  # the largest of them, as it was for the step
 
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
@@ -86,14 +91,15 @@ class StepControl(TrainerCallback):
         self.kl.score()
         if self.size is None:
             return
+        self._warn_of_rounding(self.size.target)
         groups = self._groups()
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
-        first = max(groups, key=lambda group: float(group["initial_lr"]))
-        self._schedule = float(first["lr"]) / float(first["initial_lr"])
-        # The schedule multiplies the target, and so the rate by its root
-        self._factor = self.size.rate / math.sqrt(self._schedule) if self._schedule > 0 else 0.0
-        self._applied = self._factor * float(first["lr"])
+        multiple = max(map(scheduled, groups))
+        # The schedule multiplies the target, and so the rate by its root; nothing makes the target larger
+        self._schedule = min(1.0, multiple)
+        self._factor = self.size.rate * math.sqrt(self._schedule) / multiple if multiple > 0 else 0.0
+        self._applied = self._factor * max(float(group["lr"]) for group in groups)
 
     def step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stands in for the step of DeepSpeed's optimizer, which the trainer's loop does not make."""
@@ -109,20 +115,23 @@ class StepControl(TrainerCallback):
         if not self._checked:
             optimizers.check_state(self._optimizer())
             self._checked = True
-        target = size.target * self._schedule
+        asked = size.target * self._schedule
+        target = max(asked, self.kl.rounding)  # nothing shorter can be told to be too long
         measurement, kept, tried = self.kl.measure(), 1.0, 1.0
         if is_too_long(measurement, target):
             kept, tried, measurement = shortened(target, measurement, self._measured_at)
         if not kept:
             self._take_back(self._kept)
             size.taken_back(tried)
-        elif measurement.is_known and self._has_gradient():  # what momentum does alone, for a while, says nothing
+        # What rounding does says nothing, nor what momentum does alone, for a while
+        elif measurement.is_known and (target == asked or kept < 1) and self._has_gradient():
             if measurement.kl == 0:
                 size.too_small(kept)
             else:
                 size.measured(measurement, kept, self._schedule)
         figures = {"kept": kept, "learning_rate": kept * self._applied}
         self._log(measurement if kept else Measurement(0.0, 0.0), figures)
+        self._kept.settle()
         if size.lost >= PATIENCE:
             size.lost = 0  # another call of `train` has as much patience
             raise FloatingPointError(
@@ -132,6 +141,17 @@ class StepControl(TrainerCallback):
                 "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
             )
         return measurement.kl if kept else 0.0
+
+    def _warn_of_rounding(self, target: float) -> None:
+        if self._warned or target >= self.kl.rounding:
+            return
+        self._warned = True
+        logger.warning(
+            f"target_kl={target:g} is less than what rounding alone amounts to here, about {self.kl.rounding:g} nats "
+            "per token. So steps are made with learning_rate as it is, and shortened only where they go beyond "
+            f"{OVERSHOOT:g} times that. Use a larger target; where flash attention or FSDP2 runs the model in bf16 or "
+            "fp16, attn_implementation='sdpa' or float32 lets smaller ones be measured."
+        )
 
     def _take_back(self, kept: KeptWeights | AdamWSteps) -> None:
         kept.move(0.0)
@@ -211,3 +231,9 @@ class StepControl(TrainerCallback):
             self.size.load_state_dict(state["size"])
         if self.behaviour is not None and "behaviour" in state:
             self.behaviour.load_state_dict(state["behaviour"])
+
+
+def scheduled(group: dict[str, Any]) -> float:
+    """What the schedule multiplies the learning rate of a group of parameters by."""
+    whole = max(float(group["initial_lr"]), float(group.get("max_lr", 0.0)))  # OneCycleLR begins far below its largest
+    return float(group["lr"]) / whole if whole > 0 else 0.0

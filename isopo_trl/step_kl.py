@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from . import trl_seam
-from .float32 import in_float32
+from .float32 import in_float32, rounding
 from .kernels import divergence
 from .replayed import Replayed
 from .step_size import Measurement
@@ -175,12 +175,15 @@ class StepKL:
         """Begin a new run, or end one."""
         self._replayed: Replayed | None = None
         self._base: torch.nn.Module | None = None
+        self._rounding: float | None = None
         self.forget()
 
     def forget(self) -> None:
         """Begin a new step."""
         self._seen, self._has_all = 0, False
         self._batches: list[trl_seam.Batch] = []
+        self._tells = False  # whether a token is scored in them
+        self._spare: trl_seam.Batch | None = None  # a sequence that was not drawn, with scored tokens
         self._before: list[torch.Tensor] = []
         self._early: list[int] | None = None  # versions of the model's tensors, where that was scored early
         self._weights: list[torch.Tensor] = []  # of the positions that are compared
@@ -200,12 +203,24 @@ class StepKL:
         rows = [place - self._seen for place in places if 0 <= place - self._seen < size]
         self._seen += size
         self._has_all = self._seen > places[-1]
+        # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
+        if not rows and (self._tells or not may_be_masked(trainer, batch)):
+            return
+        full = batch.scored.any(dim=1).nonzero().flatten().tolist()
         if rows:
-            self._before, self._inputs, self._early = [], None, None
-            # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
-            full = batch.scored.any(dim=1).nonzero().flatten().tolist() or list(range(size))
-            taken = batch.rows(sorted({full[row * len(full) // size] for row in rows}))
-            self._batches = trl_seam.scored_together(trainer, [*self._batches, taken])
+            among = full or list(range(size))
+            taken = batch.rows(sorted({among[row * len(among) // size] for row in rows}))
+            self._take([*self._batches, taken], tells=self._tells or bool(full))
+        elif full and self._spare is None:
+            self._spare = batch.rows(full[:1])
+        if self._batches and not self._tells and self._spare is not None:
+            # In the place of another: ranks make as many passes
+            self._take([*self._batches[:-1], self._spare], tells=True)
+
+    def _take(self, batches: list[trl_seam.Batch], tells: bool) -> None:
+        """Measure the step by these; whatever was scored early is out of date."""
+        self._before, self._inputs, self._early = [], None, None
+        self._batches, self._tells = trl_seam.scored_together(self._trainer, batches), tells
 
     def score_early(self) -> None:
         """
@@ -262,6 +277,13 @@ class StepKL:
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
 
     @property
+    def rounding(self) -> float:
+        """The KL divergence, in nats per token, below which a measurement says nothing; known after [`score`]."""
+        if self._rounding is None:
+            self._rounding = rounding(self._trainer, self._as_trained)
+        return self._rounding
+
+    @property
     def _base_model(self) -> torch.nn.Module:
         """The model without wrappers and adapters."""
         if self._base is None:
@@ -293,7 +315,7 @@ class StepKL:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a kernel that is for bf16 alone, whatever it says of that
-                self._as_trained = True
+                self._as_trained, self._rounding = True, None
                 logger.warning(
                     "The model cannot be run in float32, so the length of steps is measured in the precision it is "
                     f"trained in, which is good for steps of 1e-3 nats per token or more. The error was: {error}"
@@ -329,6 +351,11 @@ class StepKL:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def may_be_masked(trainer: Any, batch: trl_seam.Batch) -> bool:
+    """Whether completions of several tokens may have none that is scored."""
+    return bool(trainer.mask_truncated_completions) or batch.get("tool_mask") is not None
 
 
 def has_callbacks_within_steps(trainer: Any, but: TrainerCallback) -> bool:

@@ -110,6 +110,8 @@ class StepSize:
     def too_small(self, kept: float = 1.0) -> None:
         """A gradient, or the share `kept` of its step, did not move the policy by anything that could be measured."""
         self.rate *= kept * LARGEST_CHANGE
+        if self.lost:  # for caution's sake it was made shorter than was needed
+            self.rate = max(self.rate, self.held)
         self.lost = 0
 
     def taken_back(self, kept: float) -> None:

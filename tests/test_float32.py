@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from isopo_trl import float32
-from isopo_trl.float32 import FACTOR, REST, Float32, in_halves, linear
+from isopo_trl.float32 import FACTOR, REST, ROUNDING_AS_TRAINED, Float32, in_halves, linear, rounding
 from tests import tiny, training
 
 
@@ -399,3 +399,16 @@ def test_a_model_that_cannot_be_run_in_float32_is_measured_as_it_is_trained(tmp_
     assert all(line["step/kl"] > 0 for line in lines)
     (warning,) = [record.message for record in caplog.records if "float32" in record.message]
     assert "this kernel does not support float32" in warning
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_rounding_comes_to_is_that_of_the_precision_passes_are_made_in(dtype, tmp_path):
+    trainer = training.build(tmp_path, tiny.model("qwen3", dtype=dtype), target_kl=1e-3)
+    lost = ROUNDING_AS_TRAINED if dtype == torch.bfloat16 else 0.0
+    assert rounding(trainer) == 0  # in float32, on a CPU
+    assert rounding(trainer, as_trained=True) == lost
+    trainer.model.is_quantized = True
+    assert rounding(trainer) == lost
+    trainer.model.is_quantized = False
+    trainer.model.config._attn_implementation = "flash_attention_2"
+    assert rounding(trainer) == lost

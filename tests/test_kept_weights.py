@@ -103,6 +103,47 @@ def test_weights_in_bf16_do_not_stay_where_they_were_rounded_to(tmp_path):
             torch.testing.assert_close(weight.detach().double(), exact, **rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_weights_are_moved_part_by_part_and_others_as_they_lie(dtype, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 5)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(7, 4, generator=generator).to(dtype)
+    weights = [whole.clone(), torch.randn(4, 7, generator=generator).to(dtype).t(), whole[:, ::2]]
+    kept = KeptWeights(weights)
+    kept.keep()
+    before = [weight.clone() for weight in weights]
+    for weight in weights:
+        weight += 1
+    after = [weight.clone() for weight in weights]
+    for share in (0.5, 0.25, 0.0):
+        kept.move(share)
+        for weight, start, end in zip(weights, before, after, strict=True):
+            exact = start.double() + share * (end.double() - start.double())
+            torch.testing.assert_close(weight.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_a_step_that_is_settled_leaves_no_second_copy(tmp_path):
+    _, kept, _, _ = stepped("sgd", torch.bfloat16, tmp_path)
+    kept.move(0.5)
+    assert kept._after
+    kept.settle()
+    assert not kept._after
+
+
+def test_weights_are_those_that_parameters_have_at_the_step():
+    weight = torch.nn.Parameter(torch.ones(3))
+    kept = KeptWeights([weight])
+    kept.keep()
+    weight.data = torch.full((3,), 2.0)  # as callbacks do that exchange weights for an average
+    kept.keep()
+    with torch.no_grad():
+        weight += 4
+    kept.move(0.5)
+    assert weight.tolist() == [4.0] * 3
+    kept.move(0.0)
+    assert weight.tolist() == [2.0] * 3
+
+
 def test_a_step_in_bf16_knows_nothing_of_the_one_that_was_shortened_before_it(tmp_path):
     weights, kept, _, _ = stepped("sgd", torch.bfloat16, tmp_path)
     kept.move(0.5)

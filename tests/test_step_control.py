@@ -9,12 +9,13 @@ from transformers import Adafactor, TrainerCallback
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_size
+from isopo_trl import ISOPOConfig, ISOPOTrainer, kept_weights, step_kl, step_size
 from isopo_trl.optimizers import REFUSED, UNMEASURED
 from isopo_trl.step_control import PATIENCE
 from isopo_trl.step_kl import drawn
 from tests import oracle, tiny, training
 from tests.test_skipping import trained as by_hand
+from tests.test_step_kl import Recorded, Weights, exact_divergences
 
 
 TARGET = 1e-3
@@ -282,26 +283,109 @@ def test_a_step_of_which_rounding_leaves_nothing_or_too_much_is_made_as_nothing(
     assert trainer.step_control.size.rate == pytest.approx(kept * step_size.LARGEST_CHANGE**2)
 
 
+MASKED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "mask_truncated_completions": True}
+
+
 def test_a_step_that_no_token_tells_anything_of_leaves_the_rate(tmp_path):
-    """Microbatches of one sequence, of which the one that is drawn may have been cut off, and masked."""
-    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 8}
-    advantages = torch.tensor([1.0, -1.0, 0.5])
-    trainer = by_hand(
-        tmp_path,
-        [oracle.random_batch([3, 2, 4], [0, 5, 0], 100, seed, advantages).for_trl() for seed in range(8)],
-        tiny.model("qwen3"),
-        **{**SETTINGS, **settings, "step_kl_share": 0.1},
-    )
+    """Microbatches of one sequence; in every second step all have been cut off, and masked."""
+    settings = {**SETTINGS, **MASKED, "max_steps": 6, "step_kl_share": 0.1}
+    lengths = [[3, 5, 4] if step % 2 else [0, 0, 0] for step in range(6)]
+    batches = [
+        oracle.random_batch([3, 2, 4], each, 100, seed, torch.tensor([1.0, -1.0, 0.5])).for_trl()
+        for seed, each in enumerate(lengths)
+    ]
+    trainer = by_hand(tmp_path, batches, tiny.model("qwen3"), **settings)
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    told = []
-    for step in range(8):
-        (place,) = drawn(3, 0.1, step, trainer.args.seed)
-        told.append(bool(trainer.microbatches[3 * step + place]["completion_mask"].any()))
-    assert set(told) == {False, True}
-    assert [line.get("step/kl", 0) > 0 for line in lines] == told == ["step/kl" in line for line in lines]
-    for known, line, following in zip(told, lines, lines[1:], strict=False):
-        rates = [each["step/learning_rate"] / each["step/kept"] for each in (line, following)]
-        assert known or rates[0] == pytest.approx(rates[1])
+    assert ["step/kl" in line for line in lines] == [any(each) for each in lengths]
+    rates = [line["step/learning_rate"] / line["step/kept"] for line in lines]
+    assert rates[0] == rates[1] and rates[2] == pytest.approx(rates[3]) and rates[4] == pytest.approx(rates[5])
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_step_whose_drawn_completions_are_masked_is_measured_by_others(place, tmp_path):
+    """Whichever microbatch is drawn, and whichever has tokens: a first step that is far too long is shortened."""
+    lengths = [5 if number == place else 0 for number in range(3)]
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    seen = set()
+    for seed in range(6):
+        settings = {**SETTINGS, **MASKED, "max_steps": 1, "step_kl_share": 0.1, "learning_rate": 1.0, "seed": seed}
+        batch = oracle.random_batch([3, 2, 4], lengths, 100, seed, advantages).for_trl()
+        trainer = by_hand(tmp_path, [batch], tiny.model("qwen3"), **settings)
+        (line,) = [line for line in trainer.state.log_history if "loss" in line]
+        seen |= set(drawn(3, 0.1, 0, seed))
+        assert 0 < line["step/kl"] <= step_size.OVERSHOOT * TARGET and line["step/kept"] < 0.1
+    assert seen == {0, 1, 2}
+
+
+@pytest.mark.parametrize("first", [0.0, 1e-6])
+def test_a_group_whose_own_schedule_is_low_leaves_the_others_their_steps(first, tmp_path):
+    model = tiny.model("qwen3")
+    before = model.model.norm.weight.detach().clone()
+    others = [p for p in model.parameters() if p is not model.model.norm.weight]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": [model.model.norm.weight]}], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: first, lambda _: 1.0])
+    options = {"optimizers": (optimizer, schedule)}
+    lines = steps(training.build(tmp_path, model, options=options, max_steps=4, **SETTINGS))
+    assert all(0 < line["step/kl"] <= step_size.OVERSHOOT * TARGET for line in lines)
+    assert lines[-1]["step/kl"] > TARGET / 10 and not torch.equal(model.model.norm.weight, before)
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "rising"])
+def test_a_schedule_does_not_make_the_target_larger(kind, tmp_path):
+    model = tiny.model("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if kind == "one cycle":  # which begins at a 25th of its largest rate
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=8, cycle_momentum=False)
+    else:
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**step)
+    options = {"optimizers": (optimizer, schedule)}
+    lines = steps(training.build(tmp_path, model, options=options, max_steps=8, **SETTINGS))
+    for line in lines:
+        multiple = line["learning_rate"] / 1e-3 if kind == "one cycle" else 1.0
+        assert line["step/kl"] <= step_size.OVERSHOOT * TARGET * multiple
+    if kind == "rising":  # what it multiplies rates by beyond that is taken out of them
+        assert math.prod(line["step/kl"] for line in lines[-4:]) > (TARGET / 4) ** 4
+
+
+def test_steps_that_are_lost_in_rounding_are_neither_shortened_nor_learned_from(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: 2 * TARGET)
+    lines = steps(training.build(tmp_path, "qwen3", learning_rate=4e-4, max_steps=4, **SETTINGS))
+    assert all(line["step/kept"] == 1 and line["step/learning_rate"] == 4e-4 for line in lines)
+    (said,) = [record.message for record in caplog.records if "rounding" in record.message]
+    assert f"target_kl={TARGET:g}" in said and "attn_implementation='sdpa'" in said
+    # What cannot be rounding is shortened, and told by
+    trainer = training.build(tmp_path, "qwen3", learning_rate=0.1, max_steps=2, **SETTINGS)
+    lines = steps(trainer)
+    assert lines[0]["step/kl"] == pytest.approx(2 * TARGET, rel=step_size.CLOSE)
+    assert lines[1]["step/learning_rate"] < lines[0]["step/learning_rate"] * 1.01
+    # Nor does the end of a schedule go below it
+    monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: TARGET / 10)
+    settings = {**SETTINGS, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 100}
+    lines = steps(training.build(tmp_path, "qwen3", learning_rate=1e-3, max_steps=5, **settings))
+    assert all(line["step/kept"] == 1 for line in lines if "step/kl" in line)
+
+
+def test_shortened_steps_are_of_that_length_by_enumeration(float64_throughout, tmp_path):
+    weights, model = Weights(), tiny.model("qwen3", dtype=torch.float64)
+    trainer = training.build(
+        tmp_path,
+        model,
+        Recorded,
+        options={"callbacks": [weights]},
+        learning_rate=0.1,
+        max_steps=2,
+        model_init_kwargs=None,
+        **SETTINGS,
+    )
+    lines = steps(trainer)
+    assert lines[0]["step/kept"] < 1
+    fresh = tiny.model("qwen3", dtype=torch.float64).eval()
+    parts = zip(lines, trainer.batches, weights.before, weights.after, strict=True)
+    for line, batch, before, after in parts:
+        exact = torch.cat(exact_divergences(fresh, batch, before, after, trainer.temperature)).mean().item()
+        assert exact == pytest.approx(line["step/kl"], rel=1e-6)
+        if line["step/kept"] < 1:
+            assert exact == pytest.approx(TARGET, rel=step_size.CLOSE)
 
 
 def run(tmp_path, **settings):

@@ -242,6 +242,39 @@ def test_the_measured_divergence_is_that_of_the_step(compared, float64_throughou
             assert line["step/kl_stderr"] == pytest.approx(exact.stderr, rel=1e-6)
 
 
+def test_some_of_the_sequences_tell_of_all_within_the_stated_error(float64_throughout, tmp_path):
+    """A quarter of them, in twelve steps: by how many errors they are off has a mean square of about 1."""
+    weights = Weights()
+    trainer = training.build(
+        tmp_path,
+        tiny.model("qwen3", dtype=torch.float64),
+        Recorded,
+        options={"callbacks": [weights]},
+        log_step_kl=True,
+        step_kl_share=0.25,
+        learning_rate=2e-3,
+        max_steps=12,
+        per_device_train_batch_size=12,
+        gradient_accumulation_steps=2,
+        max_completion_length=6,
+        data=tiny.prompts(24),
+        model_init_kwargs=None,
+    )
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "step/kl" in line]
+    model = tiny.model("qwen3", dtype=torch.float64).eval()
+    errors = []
+    for step, line in enumerate(lines):
+        found = [
+            each
+            for batch in trainer.batches[2 * step : 2 * step + 2]
+            for each in exact_divergences(model, batch, weights.before[step], weights.after[step], trainer.temperature)
+        ]
+        errors.append((line["step/kl"] - summed(found).kl) / line["step/kl_stderr"])
+    assert len(errors) == 12
+    assert 0.05 < sum(error**2 for error in errors) / 12 < 8, errors
+
+
 @pytest.mark.parametrize("narrow", ["weights", "products", "base"])
 def test_steps_in_bf16_are_measured_as_by_wider_numbers(narrow, tmp_path):
     """Which they would not be by bf16: rounding is of the size of the step there."""

@@ -137,6 +137,12 @@ def test_after_a_step_that_was_lost_and_a_cautious_one_the_rate_is_near_what_it_
         assert size.rate == pytest.approx(before / LARGEST_CHANGE, rel=1e-3), lost
         for _ in range(2):
             size.measured(Measurement(10 * size.rate**2, 0.0))
+    # Where the cautious step is lost in rounding, it tells nothing else
+    size.taken_back(1e-5)
+    size.too_small()
+    assert size.rate == pytest.approx(before / LARGEST_CHANGE, rel=1e-3) and size.lost == 0
+    for _ in range(2):
+        size.measured(Measurement(10 * size.rate**2, 0.0))
     # Where the cautious step tells that the rate was too large, it is not taken up again
     size.taken_back(1e-5)
     size.measured(Measurement(1e7 * size.rate**2, 0.0))
