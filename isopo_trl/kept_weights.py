@@ -88,7 +88,7 @@ class KeptWeights:
             if not share:  # whatever the step has made of the weight
                 weight.copy_(copy)
                 continue
-            if weight.dtype in (torch.float32, torch.float64):
+            if torch.promote_types(weight.dtype, torch.float32) == weight.dtype:
                 for part, before in blocks(weight, copy):
                     before = before.to(weight.device)
                     part.sub_(before).mul_(share / self._share).add_(before)

@@ -123,9 +123,10 @@ class StepControl(TrainerCallback):
         if not kept:
             self._take_back(self._kept)
             size.taken_back(tried)
-        # What rounding does says nothing, nor what momentum does alone, for a while
-        elif measurement.is_known and (target == asked or kept < 1) and self._has_gradient():
-            if measurement.kl == 0:
+        elif measurement.is_known and self._has_gradient():  # what momentum does alone, for a while, says nothing
+            if target > asked and measurement.kl >= asked:  # nor does rounding
+                size.not_told(kept)
+            elif measurement.kl == 0:
                 size.too_small(kept)
             else:
                 size.measured(measurement, kept, self._schedule)

@@ -175,7 +175,8 @@ class StepKL:
         """Begin a new run, or end one."""
         self._replayed: Replayed | None = None
         self._base: torch.nn.Module | None = None
-        self._rounding: float | None = None
+        self._own_rounding: float | None = None
+        self.rounding = 0.0  # the KL divergence, in nats per token, below which a measurement says nothing
         self.forget()
 
     def forget(self) -> None:
@@ -210,9 +211,11 @@ class StepKL:
         if rows:
             among = full or list(range(size))
             taken = batch.rows(sorted({among[row * len(among) // size] for row in rows}))
-            self._take([*self._batches, taken], tells=self._tells or bool(full))
+            batches = trl_seam.scored_together(trainer, [*self._batches, taken])
+            self._take(batches, tells=self._tells or bool(full))
         elif full and self._spare is None:
-            self._spare = batch.rows(full[:1])
+            counts = batch.get("num_images") or [0] * size
+            (self._spare,) = trl_seam.scored_together(trainer, [batch.rows([max(full, key=counts.__getitem__)])])
         if self._batches and not self._tells and self._spare is not None:
             # In the place of another: ranks make as many passes
             self._take([*self._batches[:-1], self._spare], tells=True)
@@ -220,7 +223,7 @@ class StepKL:
     def _take(self, batches: list[trl_seam.Batch], tells: bool) -> None:
         """Measure the step by these; whatever was scored early is out of date."""
         self._before, self._inputs, self._early = [], None, None
-        self._batches, self._tells = trl_seam.scored_together(self._trainer, batches), tells
+        self._batches, self._tells = batches, tells
 
     def score_early(self) -> None:
         """
@@ -242,10 +245,13 @@ class StepKL:
             return
         self._before, self._inputs, self._early = [], None, None
         sizes = [trl_seam.distribution_size(self._base_model, batch) for batch in self._batches]
-        extremes = [[min(sizes, default=0), sum(sizes)]]
-        if trainer.accelerator.num_processes > 1:  # else there is nothing to wait for
+        extremes: list[list[float]] = [[min(sizes, default=0), sum(sizes)]]
+        alone = trainer.accelerator.num_processes == 1  # else there is nothing to wait for
+        if not alone:
             # On all ranks alike: sharded models are gathered in both cases, but not in the same way
-            extremes = trainer.accelerator.gather(torch.tensor(extremes, device=device)).tolist()
+            own = torch.tensor([[*extremes[0], self._rounding_here()]], dtype=torch.float64, device=device)
+            ranks = trainer.accelerator.gather(own).tolist()
+            extremes, self.rounding = [rank[:2] for rank in ranks], max(rank[2] for rank in ranks)
         least, most = min(least for least, _ in extremes), max(most for _, most in extremes)
         self._weights = [batch.scored for batch in self._batches]
         if least > 0:
@@ -268,6 +274,8 @@ class StepKL:
         self._before = [
             scores if self._replayed is None else self._replayed.own(scores) for scores in self._first_scores()
         ]
+        if alone:
+            self.rounding = self._rounding_here()
 
     def measure(self) -> Measurement:
         """After the step, as often as needed. The same on all ranks."""
@@ -276,12 +284,11 @@ class StepKL:
         totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
         return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
 
-    @property
-    def rounding(self) -> float:
-        """The KL divergence, in nats per token, below which a measurement says nothing; known after [`score`]."""
-        if self._rounding is None:
-            self._rounding = rounding(self._trainer, self._as_trained)
-        return self._rounding
+    def _rounding_here(self) -> float:
+        """On this rank."""
+        if self._own_rounding is None:
+            self._own_rounding = rounding(self._trainer, self._as_trained)
+        return self._own_rounding
 
     @property
     def _base_model(self) -> torch.nn.Module:
@@ -315,7 +322,7 @@ class StepKL:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # a kernel that is for bf16 alone, whatever it says of that
-                self._as_trained, self._rounding = True, None
+                self._as_trained, self._own_rounding = True, None
                 logger.warning(
                     "The model cannot be run in float32, so the length of steps is measured in the precision it is "
                     f"trained in, which is good for steps of 1e-3 nats per token or more. The error was: {error}"

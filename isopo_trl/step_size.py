@@ -114,6 +114,14 @@ class StepSize:
             self.rate = max(self.rate, self.held)
         self.lost = 0
 
+    def not_told(self, kept: float = 1.0) -> None:
+        """The share `kept` of a step is not too long, and no more is known of it: go on as was found, or given."""
+        found = 1.0 if self.level is None else math.exp((math.log(self.target) - self.level) / 2)
+        if not self.lost:
+            self.held = self.rate * kept
+        self.rate = max(self.rate, min(found, max(self.rate * LARGEST_CHANGE, self.held)))
+        self.lost = 0
+
     def taken_back(self, kept: float) -> None:
         """Not even the share `kept` of the step could be kept."""
         self.rate *= kept / LARGEST_CHANGE

@@ -131,6 +131,7 @@ _ATTRIBUTES = (
     "epsilon_high",
     "epsilon_low",
     "loss_type",
+    "mask_truncated_completions",
     "num_iterations",
     "off_policy_mask_threshold",
     "ref_model",
@@ -312,7 +313,10 @@ class Batch(dict):
 
         parts = {name: self[name] for name in (*_TEXT, "tool_mask", *_IMAGES) if self.get(name) is not None}
         parts = _images_by_sequence(parts)
-        return Batch(_images_together({name: chosen(value) for name, value in parts.items()}))
+        taken = {name: chosen(value) for name, value in parts.items()}
+        if isinstance(taken.get("pixel_values"), list) and not any(taken["num_images"]):  # nothing to put together
+            return Batch({name: value for name, value in taken.items() if name not in _IMAGES})
+        return Batch(_images_together(taken))
 
     def set_weights(self, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> None:
         """

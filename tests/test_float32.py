@@ -407,6 +407,9 @@ def test_what_rounding_comes_to_is_that_of_the_precision_passes_are_made_in(dtyp
     lost = ROUNDING_AS_TRAINED if dtype == torch.bfloat16 else 0.0
     assert rounding(trainer) == 0  # in float32, on a CPU
     assert rounding(trainer, as_trained=True) == lost
+    trainer.accelerator.state._mixed_precision = "bf16"
+    assert rounding(trainer) == 0 and rounding(trainer, as_trained=True) == ROUNDING_AS_TRAINED
+    trainer.accelerator.state._mixed_precision = "no"
     trainer.model.is_quantized = True
     assert rounding(trainer) == lost
     trainer.model.is_quantized = False

@@ -109,6 +109,7 @@ def test_large_weights_are_moved_part_by_part_and_others_as_they_lie(dtype, monk
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(7, 4, generator=generator).to(dtype)
     weights = [whole.clone(), torch.randn(4, 7, generator=generator).to(dtype).t(), whole[:, ::2]]
+    assert [part.numel() for (part,) in module.blocks(whole)] == [5] * 5 + [3]
     kept = KeptWeights(weights)
     kept.keep()
     before = [weight.clone() for weight in weights]

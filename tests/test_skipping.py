@@ -10,6 +10,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from isopo_trl import ISOPOTrainer, skipping, trl_seam
 from isopo_trl.rules import rule_names
+from isopo_trl.step_kl import drawn
 from isopo_trl.token_weights import ratio_loss
 from tests import oracle, tiny, training
 from tests.test_oracle import build, check
@@ -447,6 +448,17 @@ def test_images_that_are_padded_to_a_row_per_sequence_stay_with_it():
         part = trl_seam.rows_of(trl_seam.joined(order), rows)
         assert part["prompt_ids"].flatten().tolist() == [0, 2, 3]
         assert torch.equal(part["pixel_values"], pixels[[0, 2, 3]]) and part["num_images"] == [1, 1, 2]
+
+
+def test_a_step_that_is_measured_by_texts_among_images_alone_is_measured(tmp_path):
+    """All of its microbatches have images, and none of the sequences that are drawn."""
+    settings = {"log_step_kl": True, "step_kl_share": 0.1, "learning_rate": 1e-2, "max_steps": 1}
+    settings |= {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_accumulation_steps": 3}
+    for seed in range(3):
+        batch = among_images(6, drawn(6, 0.1, 0, seed))
+        trainer = trained(tmp_path, [batch], vision_model(), seed=seed, shuffle_dataset=False, **settings)
+        (kl,) = logged(trainer, "step/kl")
+        assert kl > 0 and not trainer.step_control.kl._as_trained
 
 
 @pytest.mark.parametrize("counts", [[2, 0], [1, 1], [2, 2]], ids=str)

@@ -308,12 +308,13 @@ def test_a_step_whose_drawn_completions_are_masked_is_measured_by_others(place, 
     advantages = torch.tensor([1.0, -1.0, 0.5])
     seen = set()
     for seed in range(6):
-        settings = {**SETTINGS, **MASKED, "max_steps": 1, "step_kl_share": 0.1, "learning_rate": 1.0, "seed": seed}
+        settings = {**SETTINGS, **MASKED, "max_steps": 2, "step_kl_share": 0.1, "learning_rate": 1.0, "seed": seed}
         batch = oracle.random_batch([3, 2, 4], lengths, 100, seed, advantages).for_trl()
-        trainer = by_hand(tmp_path, [batch], tiny.model("qwen3"), **settings)
-        (line,) = [line for line in trainer.state.log_history if "loss" in line]
+        trainer = by_hand(tmp_path, [batch, dict(batch)], tiny.model("qwen3"), **settings)
+        lines = [line for line in trainer.state.log_history if "loss" in line]
         seen |= set(drawn(3, 0.1, 0, seed))
-        assert 0 < line["step/kl"] <= step_size.OVERSHOOT * TARGET and line["step/kept"] < 0.1
+        assert all(0 < line["step/kl"] <= step_size.OVERSHOOT * TARGET for line in lines)
+        assert len(lines) == 2 and lines[0]["step/kept"] < 0.1
     assert seen == {0, 1, 2}
 
 
@@ -328,6 +329,7 @@ def test_a_group_whose_own_schedule_is_low_leaves_the_others_their_steps(first, 
     lines = steps(training.build(tmp_path, model, options=options, max_steps=4, **SETTINGS))
     assert all(0 < line["step/kl"] <= step_size.OVERSHOOT * TARGET for line in lines)
     assert lines[-1]["step/kl"] > TARGET / 10 and not torch.equal(model.model.norm.weight, before)
+    assert lines[0]["step/learning_rate"] == pytest.approx(1e-2 * lines[0]["step/kept"])
 
 
 @pytest.mark.parametrize("kind", ["one cycle", "rising"])
@@ -348,21 +350,42 @@ def test_a_schedule_does_not_make_the_target_larger(kind, tmp_path):
 
 
 def test_steps_that_are_lost_in_rounding_are_neither_shortened_nor_learned_from(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: 2 * TARGET)
-    lines = steps(training.build(tmp_path, "qwen3", learning_rate=4e-4, max_steps=4, **SETTINGS))
-    assert all(line["step/kept"] == 1 and line["step/learning_rate"] == 4e-4 for line in lines)
+    lost = 50 * TARGET
+    monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: lost)
+    lines = steps(training.build(tmp_path, "qwen3", learning_rate=2e-3, max_steps=4, **SETTINGS))
+    assert all(TARGET < line["step/kl"] < lost and line["step/kept"] == 1 for line in lines)
+    assert all(line["step/learning_rate"] == 2e-3 for line in lines)
     (said,) = [record.message for record in caplog.records if "rounding" in record.message]
     assert f"target_kl={TARGET:g}" in said and "attn_implementation='sdpa'" in said
-    # What cannot be rounding is shortened, and told by
-    trainer = training.build(tmp_path, "qwen3", learning_rate=0.1, max_steps=2, **SETTINGS)
-    lines = steps(trainer)
-    assert lines[0]["step/kl"] == pytest.approx(2 * TARGET, rel=step_size.CLOSE)
-    assert lines[1]["step/learning_rate"] < lines[0]["step/learning_rate"] * 1.01
+    # What cannot be rounding is shortened
+    for line in steps(training.build(tmp_path, "qwen3", learning_rate=0.1, max_steps=2, **SETTINGS)):
+        assert line["step/kl"] == pytest.approx(lost, rel=step_size.CLOSE)
+        assert line["step/learning_rate"] == pytest.approx(0.1 * line["step/kept"])
+    # What is less than was asked for, with its rounding, is too short
+    lines = steps(training.build(tmp_path, "qwen3", learning_rate=1e-5, max_steps=2, **SETTINGS))
+    assert lines[1]["step/learning_rate"] == pytest.approx(step_size.LARGEST_CHANGE * 1e-5)
     # Nor does the end of a schedule go below it
     monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: TARGET / 10)
     settings = {**SETTINGS, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 100}
     lines = steps(training.build(tmp_path, "qwen3", learning_rate=1e-3, max_steps=5, **settings))
     assert all(line["step/kept"] == 1 for line in lines if "step/kl" in line)
+
+
+def test_a_run_in_which_rounding_hides_steps_goes_on_after_one_that_was_taken_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: 1.0)
+    model = tiny.model("qwen3")
+    options = {"optimizers": (DestructiveOnce(model.parameters(), lr=1e-3), None)}
+    lines = steps(training.build(tmp_path, model, max_steps=4, options=options, **SETTINGS))
+    assert [line["step/kept"] == 0 for line in lines] == [False, True, False, False]
+    assert lines[2]["step/learning_rate"] < 1e-4 * lines[0]["step/learning_rate"]
+    assert lines[3]["step/learning_rate"] == pytest.approx(lines[0]["step/learning_rate"] / step_size.LARGEST_CHANGE)
+
+
+def test_weights_in_bf16_are_not_kept_twice_after_a_step(tmp_path):
+    model = tiny.model("qwen3", dtype=torch.bfloat16)
+    trainer = training.build(tmp_path, model, learning_rate=0.1, max_steps=1, **SETTINGS)
+    (line,) = steps(trainer)
+    assert line["step/kept"] < 1 and not trainer.step_control._kept._after
 
 
 def test_shortened_steps_are_of_that_length_by_enumeration(float64_throughout, tmp_path):

@@ -456,6 +456,25 @@ def test_completions_without_a_token_are_not_drawn_where_there_are_others(tmp_pa
     assert taken([0] * 6, 1 / 6) == [0]  # as many passes as on other ranks
 
 
+@pytest.mark.parametrize("masked", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
+def test_what_tools_wrote_is_measured_by_other_sequences_of_the_step(masked, tmp_path):
+    """Two of three sequences are drawn, from microbatches of one; one that tells stays, if there is one."""
+    settings = {"log_step_kl": True, "step_kl_share": 0.5}
+    trainer = training.prepared(training.build(tmp_path, "qwen3", **settings), accumulation=3)
+    kl, places = trainer.step_control.kl, drawn(3, 0.5, 0, trainer.args.seed)
+    assert len(places) == 2
+    batches = []
+    for place in range(3):
+        batch = oracle.random_batch([3], [4], 50, seed=place).for_trl()
+        batch["tool_mask"] = torch.full_like(batch["completion_mask"], place not in masked)
+        batches.append(trl_seam.Batch(batch))
+        kl.note(batches[-1])
+    (taken,) = kl._batches
+    told = [place for place in places if place not in masked] or [place for place in range(3) if place not in masked]
+    scored = taken["completion_ids"][taken.scored.any(dim=1)]
+    assert torch.equal(scored, torch.cat([batches[place]["completion_ids"] for place in told]))
+
+
 def test_empty_completions_are_measured_as_nothing(tmp_path):
     trainer = training.build(tmp_path, "qwen3", log_step_kl=True)
     batch = trl_seam.Batch(oracle.random_batch([3, 2], [0, 0], 50).for_trl())
@@ -686,9 +705,10 @@ def test_columns_are_as_many_however_long_completions_of_other_ranks_are(tmp_pat
     monkeypatch.setattr(step_kl, "LARGEST_LOGITS", size)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     for longer in (1.5, 1.7, 2.5):
-        other = torch.tensor([[1, int(longer * size)]])
+        other = torch.tensor([[1.0, int(longer * size), longer]], dtype=torch.float64)
         monkeypatch.setattr(trainer.accelerator, "gather", lambda own, other=other: torch.cat([own, other]))
         kl.forget()
         kl._batches, kl._replayed = [batch], OnCPU(trainer.model)
         kl.score()
         assert kl._before[0].size(1) == 16 and kl._weights[0].sum(dim=1)[0] == pytest.approx(20)
+        assert kl.rounding == longer  # the largest of all ranks

@@ -143,10 +143,27 @@ def test_after_a_step_that_was_lost_and_a_cautious_one_the_rate_is_near_what_it_
     assert size.rate == pytest.approx(before / LARGEST_CHANGE, rel=1e-3) and size.lost == 0
     for _ in range(2):
         size.measured(Measurement(10 * size.rate**2, 0.0))
+    # Nor does one that says nothing
+    size.taken_back(1e-5)
+    size.not_told()
+    assert size.rate == pytest.approx(before / LARGEST_CHANGE, rel=1e-3) and size.lost == 0
+    for _ in range(2):
+        size.not_told()
+    assert size.rate == pytest.approx(before, rel=1e-3)  # and no further
     # Where the cautious step tells that the rate was too large, it is not taken up again
     size.taken_back(1e-5)
     size.measured(Measurement(1e7 * size.rate**2, 0.0))
     assert size.rate < 1e-2 * before
+
+
+def test_steps_that_say_nothing_lead_back_to_the_rate_that_was_given():
+    size = StepSize(target=1e-3)
+    size.not_told()
+    assert size.rate == 1
+    size.taken_back(1e-2)
+    for _ in range(5):
+        size.not_told()
+    assert size.rate == 1 and size.lost == 0
 
 
 def test_the_state_is_all_there_is_but_the_target():
