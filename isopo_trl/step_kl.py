@@ -246,7 +246,7 @@ class StepKL:
         self._before, self._inputs, self._early = [], None, None
         sizes = [trl_seam.distribution_size(self._base_model, batch) for batch in self._batches]
         extremes: list[list[float]] = [[min(sizes, default=0), sum(sizes)]]
-        alone = trainer.accelerator.num_processes == 1  # else there is nothing to wait for
+        alone = trainer.accelerator.num_processes == 1  # then there is nothing to wait for
         if not alone:
             # On all ranks alike: sharded models are gathered in both cases, but not in the same way
             own = torch.tensor([[*extremes[0], self._rounding_here()]], dtype=torch.float64, device=device)

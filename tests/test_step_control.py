@@ -372,7 +372,14 @@ def test_steps_that_are_lost_in_rounding_are_neither_shortened_nor_learned_from(
 
 
 def test_a_run_in_which_rounding_hides_steps_goes_on_after_one_that_was_taken_back(tmp_path, monkeypatch):
+    measure = step_kl.StepKL.measure
+
+    def rounded(kl):
+        found = measure(kl)
+        return step_size.Measurement(found.kl + 2 * TARGET, found.stderr)
+
     monkeypatch.setattr(step_kl, "rounding", lambda trainer, as_trained: 1.0)
+    monkeypatch.setattr(step_kl.StepKL, "measure", rounded)
     model = tiny.model("qwen3")
     options = {"optimizers": (DestructiveOnce(model.parameters(), lr=1e-3), None)}
     lines = steps(training.build(tmp_path, model, max_steps=4, options=options, **SETTINGS))

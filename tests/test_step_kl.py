@@ -272,7 +272,7 @@ def test_some_of_the_sequences_tell_of_all_within_the_stated_error(float64_throu
         ]
         errors.append((line["step/kl"] - summed(found).kl) / line["step/kl_stderr"])
     assert len(errors) == 12
-    assert 0.05 < sum(error**2 for error in errors) / 12 < 8, errors
+    assert 0.1 < sum(error**2 for error in errors) / 12 < 8, errors
 
 
 @pytest.mark.parametrize("narrow", ["weights", "products", "base"])
@@ -454,6 +454,20 @@ def test_completions_without_a_token_are_not_drawn_where_there_are_others(tmp_pa
         assert all(taken([0, 1, 0, 0, 2, 3], share))
     assert taken([0, 1, 0, 0, 2, 3], 1.0) == [1, 2, 3]  # each of them once
     assert taken([0] * 6, 1 / 6) == [0]  # as many passes as on other ranks
+
+
+def test_a_microbatch_that_is_not_drawn_is_not_looked_at(tmp_path, monkeypatch):
+    """Which would wait for the device, once for each; unless completions may be masked."""
+    looked, scored = [], trl_seam.Batch.scored.fget
+    monkeypatch.setattr(trl_seam.Batch, "scored", property(lambda batch: looked.append(batch) or scored(batch)))
+    seed = next(seed for seed in range(100) if drawn(3, 0.1, 0, seed) == [1])
+    for masked in (False, True):
+        settings = {"log_step_kl": True, "step_kl_share": 0.1, "mask_truncated_completions": masked, "seed": seed}
+        trainer = training.prepared(training.build(tmp_path, "qwen3", **settings), accumulation=3)
+        for number in range(3):
+            looked.clear()
+            trainer.step_control.kl.note(trl_seam.Batch(oracle.random_batch([3], [4], 50).for_trl()))
+            assert bool(looked) == (number == 1 or masked and number == 0)
 
 
 @pytest.mark.parametrize("masked", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
