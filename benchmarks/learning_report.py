@@ -26,7 +26,23 @@ Result = dict[str, Any]
 Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
 
 # What a seed's data depends on beside the seed
-OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation", "grouped")
+OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation")
+# How the parts of a run's name are said in tables; the others stand there as they are
+SAID = {
+    r"groupedno": "shuffled",
+    r"grouped": "by prompt",
+    r"microbatch(\d+)": r"microbatches of \1",
+    r"lambda([\d.]+)": r"λ = \1",
+    r"skip": "zero advantages left out",
+    r"scopemicrobatch": "metric of the microbatch",
+    r"scopestep": "metric of the step before",
+    r"stale(\d+)": r"\1 steps per generation",
+    r"weightsp3o": "P3O",
+    r"lora(\d+)": r"LoRA r = \1",
+    r"optimizermuon": "Muon",
+    r"share([\d.]+)": r"measured on \1 of the batch",
+    r"target([\d.]+)": r"target \1",
+}
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
 START_GROUPS = ("starts", "starts_without")
@@ -68,12 +84,20 @@ class Report:
             self.rates("Learning rates", ("rates", "rates_of_euclidean"), always=True),
             self.methods(figures),
             self.lambdas(),
-            self.variants("Microbatches of one prompt's group", ("microbatches",), None),
+            self.variants(
+                "Microbatches of one prompt's group",
+                ("large_microbatches", "microbatches"),
+                None,
+                "interacting, shuffled",
+            ),
             self.variants("Sequences without an advantage", ("not_skipping", "skipping"), None),
             self.variants(
-                "The metric of a microbatch and of a step", ("skipping", "scopes"), None, "fisher-scopemicrobatch"
+                "The metric of a microbatch and of a step",
+                ("skipping", "scopes"),
+                None,
+                "fisher, metric of the microbatch",
             ),
-            self.variants("Stale data", ("stale", "stale_p3o"), "grpo"),
+            self.variants("Stale data", ("fresh", "stale", "stale_p3o"), "grpo"),
             self.variants("LoRA", ("rates_lora", "lora"), "grpo"),
             self.rates("LoRA: learning rates", ("rates_lora",)),
             self.variants("Muon", ("rates_muon", "muon"), "grpo"),
@@ -160,8 +184,12 @@ class Report:
         return lines
 
     def _by_data(self) -> list[list[Result]]:
+        """
+        Runs that should have seen the same prompts in each generation: those of a step depend on how microbatches are
+        made. So one that has noted both comes first, and of these one with TRL's microbatches.
+        """
         groups = defaultdict(list)
-        for result in self.results.values():
+        for result in sorted(self.results.values(), key=lambda r: ("prompts_of_generations" not in r, grouped(r))):
             if result["settings"]["steps"] and result["prompts"]:
                 groups[tuple(result["settings"].get(key) for key in OF_DATA)].append(result)
         return [group for group in groups.values() if len(group) > 1]
@@ -405,17 +433,20 @@ class Report:
     def variants(self, title: str, groups: tuple[str, ...], baseline: str | None, of_all: str = "") -> str:
         """Runs of groups, each against the baseline with the same other settings, or all against one of them."""
         rows: Rows = defaultdict(list)
+        apart = {}
         for run in self.matrix.runs(self.results, list(groups)):
             if isinstance(run, Run) and run.name in self.results:
                 result = self.results[run.name]
-                rows[labelled(result, variant(result))].append(result)
+                label = labelled(result, said(variant(result)))
+                rows[label].append(result)
+                # What stands behind the method's name must agree, but for the weights
+                apart[label] = re.sub(r"-weights\w+", "", variant(result)).partition("-")[2] if baseline else ""
         lines = [f"## {title}"]
         if not rows:
             return "\n".join([*lines, *self.missing(groups)])
         blocks: dict[str, Rows] = defaultdict(dict)
-        for label, results in rows.items():  # what stands behind the method's name must agree
-            apart = re.sub(r"-weights\w+", "", label.partition(",")[0]).partition("-")[2]
-            blocks[apart if baseline else ""][label] = results
+        for label, results in rows.items():
+            blocks[apart[label]][label] = results
         for block in blocks.values():
             # At the rate of most seeds, where there is more than one
             candidates = [label for label in block if baseline and label.startswith(baseline)]
@@ -465,6 +496,10 @@ class Report:
                 cells += ["", ""] if same else [difference_of_tests(results, rows[baseline])]
                 cells += [] if same else [difference(results, rows[baseline], kl, "{:+.1f}")]
             lines.append(row(cells))
+        others = [label for label in rows if label != baseline]
+        if baseline and others:
+            parts = [f"{label}: {difference(rows[label], rows[baseline], held_back, '{:+.1f}')}" for label in others]
+            lines += ["", f"On held-back problems, difference from `{name}` in points: {'; '.join(parts)}."]
         return lines
 
     def tail(self, rows: Rows) -> list[str]:
@@ -613,6 +648,10 @@ def step_cells(results: list[Result]) -> list[str]:
 # Figures of one run
 
 
+def held_back(result: Result) -> float:
+    return 100 * held_back_score(result)
+
+
 def accuracy(result: Result) -> float:
     return result["test"]["accuracy"]
 
@@ -640,6 +679,10 @@ def clipped(result: Result) -> float | None:
     return sum(norm > 1 for norm in norms) / len(norms) if norms else None
 
 
+def grouped(result: Result) -> bool:
+    return bool(result["settings"].get("grouped"))
+
+
 def same_task(result: Result) -> bool:
     """Whether the run starts where `start` does."""
     return result["settings"]["task"] == "gsm8k"
@@ -648,6 +691,16 @@ def same_task(result: Result) -> bool:
 def variant(result: Result) -> str:
     """A run's name without task, learning rate and seed."""
     return re.sub(r"(-tasksums)?(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
+
+
+def said(name: str) -> str:
+    """A variant's name in words."""
+    method, *parts = name.split("-")
+    for number, part in enumerate(parts):
+        parts[number] = next(
+            (re.sub(pattern, word, part) for pattern, word in SAID.items() if re.fullmatch(pattern, part)), part
+        )
+    return ", ".join([method.removesuffix("_kl"), *parts])
 
 
 def labelled(result: Result, name: str) -> str:

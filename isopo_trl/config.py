@@ -104,8 +104,8 @@ class ISOPOConfig(GRPOConfig):
             are copied in every microbatch. Halves the memory on the device.
         group_microbatches (`bool`, *optional*, defaults to `False`):
             Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
-            `"interacting"`, which sees the sequences of one microbatch. The order of the prompts stays random.
-            Requires that `num_generations` divides `per_device_train_batch_size`.
+            `"interacting"`, which sees the sequences of one microbatch. Not better than shuffled ones on GSM8K. The
+            order of the prompts stays random. Requires that `num_generations` divides `per_device_train_batch_size`.
         skip_zero_advantage (`bool`, *optional*):
             Whether to leave out sequences whose advantage is zero (all rewards of the group were the same) before the
             forward pass, and to pack the others of an optimizer step into fewer or smaller microbatches.

@@ -276,6 +276,49 @@ def test_every_lambda_is_set_beside_grpo_at_its_rate(report):
         assert ("at that rate" in text) == told
 
 
+def test_every_lambda_is_set_beside_none_on_held_back_problems(report):
+    draw = random.Random(8)
+    without = [made_up("fig4", 2e-6, seed, draw) for seed in (0, 1, 2)]
+    ours = [made_up("fig4", 2e-6, seed, draw, regularization=1) for seed in (2, 1, 0)]
+    _, page = report(*ours)
+    assert "On held-back problems, difference" not in page
+    _, page = report(*without, *ours)
+    line = next(line for line in page.splitlines() if line.startswith("On held-back problems, difference"))
+    assert "difference from `fig4, λ = 0` in points: fig4, λ = 1, 2e-6" in line
+    value, low, high, count = numbers(line.partition("2e-6: ")[2])
+    score = [100 * np.mean([v["accuracy"] for run in runs for v in run["validations"]]) for runs in (ours, without)]
+    assert value == pytest.approx(score[0] - score[1], abs=0.051) and low <= value <= high and count == 3
+
+
+def test_microbatches_of_groups_see_the_prompts_of_shuffled_ones_in_each_generation(report):
+    draw = random.Random(9)
+    shuffled = made_up("interacting", 2e-6, 0, draw, microbatch=8, grouped=False)
+    grouped = made_up("interacting", 2e-6, 0, draw, microbatch=8, grouped=True)
+    old = made_up("interacting", 2e-6, 0, draw)
+    del old["prompts_of_generations"]  # as in the first files: compared by steps, which `grouped` has in its own order
+    grouped["prompts"] = grouped["prompts"][::-1]
+    # The rate is the best of its grid
+    grid = [made_up("interacting", rate, 0, draw) for rate in (1e-6, 4e-6)]
+    for result in grid:
+        for validation in result["validations"]:
+            validation["accuracy"] -= 0.1
+    status, page = report(old, *grid, grouped, shuffled)
+    assert status == 0 and "5 of 5 comparable runs" in page
+    rows = rows_of(page, "Microbatches of one prompt's group")
+    assert list(rows) == [
+        "interacting, 2e-6",
+        "interacting, shuffled, microbatches of 8, 2e-6",
+        "interacting, by prompt, microbatches of 8, 2e-6",
+    ]
+    cells = rows["interacting, by prompt, microbatches of 8, 2e-6"]
+    difference = 100 * (grouped["test"]["accuracy"] - shuffled["test"]["accuracy"])
+    of_shuffled = "accuracy, difference from `interacting, shuffled, microbatches of 8` in points"
+    assert numbers(cells[of_shuffled])[0] == pytest.approx(difference, abs=0.051)
+    grouped["prompts_of_generations"][2] = "another"
+    status, page = report(grouped)
+    assert status == 1 and "saw other prompts than" in page and "from generation 2 on" in page
+
+
 def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(report, many, capsys):
     status, page = report(*many)
     assert status == 0 and "15 of 15 comparable runs" in page
