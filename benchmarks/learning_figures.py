@@ -23,14 +23,22 @@ def color(label: str) -> str:
     return COLORS[label.partition(",")[0]]
 
 
-def accuracy(rows: dict[str, list[Result]], start: Result | None, file: Path) -> str:
-    """Held-back accuracy by step, and by seconds of training: median over seeds, and range."""
+def accuracy(
+    rows: dict[str, list[Result]], start: Result | None, file: Path, seconds_of_step: dict[str, float] | None = None
+) -> str:
+    """
+    Held-back accuracy by step, and by seconds of training: median over seeds, and range. The seconds are those of
+    steps of the method alone on the machine, where they are known for all, else as the runs had them.
+    """
     figure, axes = _figure(2)
     ends: list[list[End]] = [[], []]
     for label, results in rows.items():
         steps = sorted(set.intersection(*({v["step"] for v in r["validations"]} for r in results)))
         values = [[at(r, step)["accuracy"] for r in results] for step in steps]
-        seconds = [median(r["steps"]["seconds"][step - 1] for r in results) for step in steps]
+        if seconds_of_step:
+            seconds = [step * seconds_of_step[label.partition(",")[0]] for step in steps]
+        else:
+            seconds = [median(r["steps"]["seconds"][step - 1] for r in results) for step in steps]
         if start:
             steps, seconds = [0, *steps], [0.0, *seconds]
             values = [[start["validations"][0]["accuracy"]] * len(results), *values]
@@ -41,7 +49,7 @@ def accuracy(rows: dict[str, list[Result]], start: Result | None, file: Path) ->
             axis.fill_between(x, low, high, color=color(label), alpha=0.12, linewidth=0)
             names.append((x[-1], middle[-1], label if axis is axes[1] else f"{label} (n = {len(results)})", label))
     axes[0].set_xlabel("optimizer steps")
-    axes[1].set_xlabel("seconds of training, beside other runs")
+    axes[1].set_xlabel("seconds of training" + ("" if seconds_of_step else ", beside other runs"))
     axes[0].set_ylabel("accuracy on held-back problems, %")
     for axis, names in zip(axes, ends, strict=True):
         _name_ends(axis, names)

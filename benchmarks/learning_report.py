@@ -43,6 +43,7 @@ SAID = {
     r"share([\d.]+)": r"measured on \1 of the batch",
     r"target([\d.]+)": r"target \1",
 }
+GENERATION = "generation"  # as `phases.py` calls it
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
 START_GROUPS = ("starts", "starts_without")
@@ -55,7 +56,8 @@ def main(matrix: Path, results: Path, docs: Path) -> int:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         print(f"learning.py: {page} must have these two lines, once each:\n{BEGIN}\n{END}", file=sys.stderr)
         return 2
-    report = Report(Matrix.read(matrix), read_results(results), read_results(results.parent / "fisher_norm"))
+    beside = (read_results(results.parent / folder) for folder in ("fisher_norm", "clock"))
+    report = Report(Matrix.read(matrix), read_results(results), *beside)
     figures = report.figures(docs)
     head, rest = text.split(BEGIN)
     page.write_text(head + BEGIN + "\n\n" + report.text(figures) + "\n" + END + rest.split(END)[1])
@@ -71,10 +73,17 @@ class Report:
         matrix: the runs there should be.
         results: those there are, by name.
         fisher_norms: results of `fisher_norm.py`, by model.
+        clocks: results of `phases.py`, a file per round.
     """
 
-    def __init__(self, matrix: Matrix, results: dict[str, Result], fisher_norms: dict[str, Result]):
-        self.matrix, self.results, self.fisher_norms = matrix, results, fisher_norms
+    def __init__(
+        self,
+        matrix: Matrix,
+        results: dict[str, Result],
+        fisher_norms: dict[str, Result],
+        clocks: dict[str, Result] | None = None,
+    ):
+        self.matrix, self.results, self.fisher_norms, self.clocks = matrix, results, fisher_norms, clocks or {}
         self.start = results.get("start")
 
     def text(self, figures: Iterable[str]) -> str:
@@ -115,7 +124,8 @@ class Report:
         names = []
         rows = {label: runs for label, runs in self.main_rows().items() if runs}
         if rows:
-            names.append(learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png"))
+            seconds = self.seconds_of_step(rows)
+            names.append(learning_figures.accuracy(rows, self.start, docs / "results_accuracy.png", seconds))
             names.append(learning_figures.divergence(rows, self.start, docs / "results_divergence.png"))
         starts = self.start_rows()
         if any(learning_figures.has_target(label) for label in starts):
@@ -292,6 +302,7 @@ class Report:
             lines += ["", "\\* The method's grid of rates is not finished: the rate that most methods have runs at."]
         lines += self.against_control(rows)
         lines += ["", *self.tail(rows)]
+        lines += self.clock()
         captions = {
             "results_accuracy.png": "Accuracy on held-back problems by step and by seconds of training; median and "
             "range over seeds",
@@ -301,6 +312,43 @@ class Report:
         for name in figures:
             lines += ["", f"![{captions[name]}]({name})"] if name in captions else []
         return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
+
+    def rounds(self) -> dict[str, list[dict[str, float]]]:
+        """Seconds of a step's phases with a method alone on the machine, one entry per round it was measured in."""
+        rounds = defaultdict(list)
+        for clock in self.clocks.values():
+            for method, figures in clock["methods"].items():
+                rounds[{"none": "reinforce"}.get(method, method)].append(figures["phases"])
+        return rounds
+
+    def seconds_of_step(self, rows: Rows) -> dict[str, float] | None:
+        """By method, if all have been measured: generation, which is the same work, as all have it, and the rest."""
+        rounds = self.rounds()
+        if any(label.partition(",")[0] not in rounds for label in rows):
+            return None
+        common = median(phases[GENERATION] for entries in rounds.values() for phases in entries)
+        return {method: common + median(map(but_generation, entries)) for method, entries in rounds.items()}
+
+    def clock(self) -> list[str]:
+        """A table of what steps take, alone on the machine."""
+        rounds = self.rounds()
+        if not rounds:
+            return []
+        common = [phases[GENERATION] for entries in rounds.values() for phases in entries]
+        titles = unique(clock["title"] for clock in self.clocks.values())
+        lines = [
+            "",
+            f"Seconds of an optimizer step, one method alone on the machine ({'; '.join(titles)}), n rounds of "
+            f"several steps. Generation is the same work for all, {spread(common, '{:.2f}')} s, and left out:",
+            "",
+            *table(["method", "n", "without generation", "of GRPO's"]),
+        ]
+        of_grpo = median(map(but_generation, rounds["grpo"])) if "grpo" in rounds else None
+        for method in (method for method in MAIN if method in rounds):
+            seconds = list(map(but_generation, rounds[method]))
+            share = f"{median(seconds) / of_grpo:.2f}" if of_grpo else ""
+            lines.append(row([method, str(len(seconds)), spread(seconds, "{:.2f}"), share]))
+        return lines
 
     def against_control(self, rows: Rows) -> list[str]:
         """A sentence on what the Fisher metric does to a rule that normalises (the paper's figure 5)."""
@@ -646,6 +694,10 @@ def step_cells(results: list[Result]) -> list[str]:
 
 
 # Figures of one run
+
+
+def but_generation(phases: dict[str, float]) -> float:
+    return sum(phases.values()) - phases[GENERATION]
 
 
 def held_back(result: Result) -> float:

@@ -68,6 +68,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fisher": {"rule": "fisher"},
     "fisher+skip": {"rule": "fisher", "skip_zero_advantage": True},
     "fig4": {"rule": "fig4"},
+    "euclidean": {"rule": "euclidean"},
     "interacting": {"rule": "interacting"},
     "interacting+skip": {"rule": "interacting", "skip_zero_advantage": True},
 }

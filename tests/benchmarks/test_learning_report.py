@@ -122,6 +122,15 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"[+-]?\d+(?:\.\d+)?", cell)]
 
 
+def clock(**seconds):
+    """A round of `phases.py`: generation and the rest of a step, by method."""
+    methods = {
+        name: {"phases": {"generation": a, "forward": b / 4, "backward": 3 * b / 4}}
+        for name, (a, b) in seconds.items()
+    }
+    return {"methods": methods, "title": "gsm8k, one GPU"}
+
+
 @pytest.fixture(scope="module")
 def many():
     """Three seeds of three methods; the best rate of each is 2e-6."""
@@ -357,6 +366,32 @@ def test_methods_are_compared_at_one_rate_until_their_grids_are_finished(report)
     _, page = report(*(made_up(method, rate, 0, draw) for method in rates for rate in rates[method]))
     methods = page[page.index("## Methods") : page.index("## Lambda")]
     assert set(re.findall(r"\| (\w+, \S+)\* \|", methods)) == {f"{method}, 2e-6" for method in rates}
+
+
+def test_seconds_are_those_of_a_method_alone_once_all_have_been_measured(report, many, learning_report, monkeypatch):
+    folder = report.learning / "clock"
+    folder.mkdir()
+    drawn = []
+    accuracy = learning_report.learning_figures.accuracy
+    monkeypatch.setattr(learning_report.learning_figures, "accuracy", lambda *a: drawn.append(a[3]) or accuracy(*a))
+    rounds = [
+        clock(grpo=(1.0, 2.0), fisher=(1.4, 1.5)),
+        clock(grpo=(1.2, 2.4), fisher=(1.3, 1.7), interacting=(1.1, 4.4), none=(1.1, 0.4)),
+    ]
+    for number, entry in enumerate(rounds):
+        (folder / f"round{number}.json").write_text(json.dumps(entry))
+        _, page = report(*many)
+    assert drawn[0] is None  # of `interacting` there was nothing
+    assert drawn[1] == pytest.approx({"grpo": 3.35, "fisher": 2.75, "interacting": 5.55, "reinforce": 1.55})
+    text = page.partition("Seconds of an optimizer step, one method alone on the machine (gsm8k, one GPU)")[2]
+    assert "1.15 (1.00 to 1.40) s" in text
+    lines = [line for line in text.split("\n\n")[1].splitlines() if line.startswith("|")]
+    assert lines[2:] == [
+        "| grpo | 2 | 2.20 (2.00 to 2.40) | 1.00 |",
+        "| reinforce | 1 | 0.40 | 0.18 |",
+        "| fisher | 2 | 1.60 (1.50 to 1.70) | 0.73 |",
+        "| interacting | 1 | 4.40 | 2.00 |",
+    ]
 
 
 def test_figures_are_drawn_and_shown(of_many):
