@@ -78,8 +78,9 @@ class ISOPOConfig(GRPOConfig):
             Exponent r of the relative norm `F/N`. If `None`, the rule's.
         regularization (`float`, *optional*):
             Regularisation lambda, in units of the running mean square. If `None`, `0.1`, which keeps a sequence with
-            next to no gradient at a layer from being blown up there, and `1` for `"fig4"` and `"interacting"`. `0` is
-            the paper's formula without regularisation. Otherwise between 1e-12 and 1e6, for `"interacting"` from 1e-4.
+            next to no gradient at a layer from being blown up there, and `1` for `"interacting"`, for `"fig4"` and
+            whatever has exponents of more than 2 in all. `0` is the paper's formula without regularisation. Otherwise
+            between 1e-12 and 1e6, for `"interacting"` from 1e-4.
         regularization_decay (`float`, *optional*, defaults to `0.9`):
             Decay of the running means `E`, per optimizer step.
         keep_small (`bool`, *optional*, defaults to `False`):

@@ -636,11 +636,8 @@ def _saved_settings(rule: Any) -> Any:
 
 def _on_default_regularization(saved: dict[str, Any], own: dict[str, Any]) -> str:
     """What to add about settings that differ by what used to be the default, and is not any more."""
-    given = saved.get("regularization")
-    former = (0, 0.1) if own.get("name") == "fig4" else (0,)
-    if given in former and {**saved, "regularization": own.get("regularization")} == own:
-        was = f"{given:g}"
-        return f" The default of `regularization` used to be {was}: set regularization={was} to go on as before."
+    if saved.get("regularization") == 0 and {**saved, "regularization": own.get("regularization")} == own:
+        return " The default of `regularization` used to be 0: set regularization=0 to go on as before."
     return ""
 
 

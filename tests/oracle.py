@@ -206,7 +206,7 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
         c[alive] = solution * (c0 if scale == "relative" else 1)
         return c
     exponents = rule if isinstance(rule, tuple) else EXPONENTS[rule]
-    default = 1.0 if rule == "fig4" else 0.1
+    default = 1.0 if sum(map(abs, exponents)) > 2 else 0.1
     lam = default if regularization is None and any(exponents) else regularization or 0.0
     weight = G_samples.square().sum().item()
     F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]

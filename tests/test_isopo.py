@@ -315,17 +315,6 @@ def test_a_state_that_version_0_1_0_saved_is_taken(saved, settings):
         ISOPO(linear(), "euclidean").load_state_dict(state)
 
 
-def test_resuming_a_run_of_fig4_with_its_old_default_says_what_to_set():
-    state = ISOPO(linear(), "fig4", regularization=0.1).state_dict()
-    with pytest.raises(ValueError, match=r"used to be 0\.1: set regularization=0\.1 to"):
-        ISOPO(linear(), "fig4").load_state_dict(state)
-    ISOPO(linear(), "fig4", regularization=0.1).load_state_dict(state)
-    state = ISOPO(linear(), "fisher", regularization=0.1).state_dict()
-    with pytest.raises(ValueError) as error:
-        ISOPO(linear(), "fisher", regularization=0.5).load_state_dict(state)
-    assert "used to be" not in str(error.value)
-
-
 @pytest.mark.parametrize("saved", ["as it is", "by version 0.1.0"])
 def test_resuming_a_run_of_the_old_default_says_what_to_set(saved):
     state = ISOPO(linear(), "fisher", regularization=0).state_dict()

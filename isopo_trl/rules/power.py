@@ -26,8 +26,9 @@ from .rule import KernelForm, check_regularization
 
 
 # Lambda bounds the multiplier: at 0.1, a sequence with next to no gradient gets at most 3.3 times the multiplier that
-# one of root mean square norm gets under p = -1
-DEFAULT_REGULARIZATION = 0.1
+# one of root mean square norm gets under p = -1. Where exponents add up to 3, as in `fig4`, it would be 36 times, and
+# at 1 it is 2.8
+DEFAULT_REGULARIZATION, STEEP_REGULARIZATION = 0.1, 1.0
 SMALLEST_REGULARIZATION = 1e-12
 
 
@@ -38,7 +39,9 @@ class PowerRule(NonInteracting):
 
     Args:
         fisher_power, norm_power, relative_power (`float`): p, q, r.
-        regularization (`float`): lambda. If `None`, 0.1, which bounds the tail of `1 / F`; 0 is the paper's formula.
+        regularization (`float`):
+            lambda. If `None`, 0.1, or 1 for exponents of more than 2 in all, which bounds the tail of `f`; 0 is the
+            paper's formula.
         keep_small (`bool`): the variant of `reg2` that leaves small sequences alone.
         name, scale: see [`Rule`].
     """
@@ -55,7 +58,9 @@ class PowerRule(NonInteracting):
             if not abs(getattr(self, name)) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number.")
         if self.regularization is None:
-            object.__setattr__(self, "regularization", DEFAULT_REGULARIZATION if any(self.exponents) else 0.0)
+            steepness = sum(map(abs, self.exponents))
+            default = STEEP_REGULARIZATION if steepness > 2 else DEFAULT_REGULARIZATION if steepness else 0.0
+            object.__setattr__(self, "regularization", default)
         check_regularization(self.regularization)
         if 0 < self.regularization < SMALLEST_REGULARIZATION:
             raise ValueError(
@@ -70,7 +75,7 @@ class PowerRule(NonInteracting):
         if self.regularization and not any(self.exponents):
             raise ValueError(
                 f"regularization={self.regularization} has nothing to regularise in rule={self.name!r} without an "
-                "exponent: set it to 0, or choose another rule."
+                "exponent: remove it, or choose another rule."
             )
 
     @cached_property
@@ -120,8 +125,8 @@ class PowerRule(NonInteracting):
 register_rule("fisher", PowerRule, fisher_power=-1.0)
 # f = (F / N)^-2: the multiple of the gradient closest to the natural gradient
 register_rule("npg", PowerRule, relative_power=-2.0)
-# f = (F / N)^-2 / N: the setting of the paper's figure 4. Of its tail, 0.1 would leave 36 times the usual multiplier
-register_rule("fig4", PowerRule, norm_power=-1.0, relative_power=-2.0, regularization=1.0)
+# f = (F / N)^-2 / N: the setting of the paper's figure 4
+register_rule("fig4", PowerRule, norm_power=-1.0, relative_power=-2.0)
 # f = 1 / N: a control, normalised without the Fisher metric
 register_rule("euclidean", PowerRule, norm_power=-1.0)
 # f = 1: REINFORCE

@@ -141,7 +141,7 @@ def test_the_bound_of_the_first_microbatch_is_reached(rule):
     given = Statistics(overlap=F.unsqueeze(0), sample_norm=torch.ones(1), norm=N.square())
     c = made.coefficients(given, torch.ones(m, dtype=torch.float64), None).c
     power = {"fisher": 1, "npg": 2, "fig4": 2, "euclidean": 1}[rule]  # all N are the same for fig4
-    assert c.max().item() == pytest.approx((1 + m / made.regularization) ** (power / 2), rel=1e-6)
+    assert c.max().item() == pytest.approx((1 + m / (1 if rule == "fig4" else 0.1)) ** (power / 2), rel=1e-6)
 
 
 # Settings
@@ -152,9 +152,13 @@ def test_the_rules_are_the_table():
     assert make_rule("fisher", fisher_power=0.0, norm_power=-2).exponents == (0, -2, 0)
 
 
-def test_lambda_is_a_tenth_wherever_there_is_something_to_regularise_but_one_for_fig4():
+def test_lambda_is_a_tenth_wherever_there_is_something_to_regularise_and_one_where_that_is_steep():
     assert {rule: make_rule(rule).regularization for rule in POWERS} == dict.fromkeys(POWERS, 0.1) | {"fig4": 1}
+    assert make_rule("none", norm_power=-1, relative_power=-2).regularization == 1  # whatever it is called
+    assert make_rule("fisher", fisher_power=2.5).regularization == make_rule("fig4", norm_power=1).regularization == 1
+    assert make_rule("fig4", norm_power=0).regularization == 0.1
     assert make_rule("none").regularization == make_rule("fisher", fisher_power=0.0).regularization == 0
+    assert make_rule("fig4", norm_power=0, relative_power=0).regularization == 0
     assert make_rule("none", norm_power=-0.5).regularization == PowerRule(fisher_power=-2.0).regularization == 0.1
     assert make_rule("fisher", keep_small=True).regularization == 0.1
     assert all(make_rule(rule, regularization=0).regularization == 0 for rule in oracle.EXPONENTS)
