@@ -93,12 +93,7 @@ class Report:
             self.rates("Learning rates", ("rates", "rates_of_euclidean"), always=True),
             self.methods(figures),
             self.lambdas(),
-            self.variants(
-                "Microbatches of one prompt's group",
-                ("large_microbatches", "microbatches"),
-                None,
-                "interacting, shuffled",
-            ),
+            self.microbatches(),
             self.variants("Sequences without an advantage", ("not_skipping", "skipping"), None),
             self.variants(
                 "The metric of a microbatch and of a step",
@@ -502,6 +497,18 @@ class Report:
             other = next((label for label in block if label.startswith(of_all)), next(iter(block)))
             lines += ["", *self.comparison(block, base or other)]
         return "\n".join([*lines, *self.missing(groups)])
+
+    def microbatches(self) -> str:
+        groups = ("large_microbatches", "microbatches")
+        lines = [self.variants("Microbatches of one prompt's group", groups, None, "interacting, shuffled")]
+        made = [r for r in self.matrix.runs(self.results, list(groups)) if isinstance(r, Run)]
+        pairs = {"isopo/cosine_same_prompt": "one prompt", "isopo/cosine_other_prompts": "different prompts"}
+        for name, of in pairs.items():
+            means = known(mean_of(self.results[run.name], name) for run in made if run.name in self.results)
+            if means:
+                figures = f"{spread(means, '{:.3f}')}, n = {len(means)} runs"
+                lines += ["", f"Mean cosine between gradients of two completions of {of}: {figures}."]
+        return "\n".join(lines)
 
     def trained(self, task: str) -> list[Result]:
         return [r for r in self.results.values() if r["settings"]["steps"] and r["settings"]["task"] == task]

@@ -306,6 +306,8 @@ def test_microbatches_of_groups_see_the_prompts_of_shuffled_ones_in_each_generat
     old = made_up("interacting", 2e-6, 0, draw)
     del old["prompts_of_generations"]  # as in the first files: compared by steps, which `grouped` has in its own order
     grouped["prompts"] = grouped["prompts"][::-1]
+    for result, cosine in ((shuffled, 0.25), (grouped, -0.5)):
+        result["steps"]["isopo/cosine_same_prompt"] = [None, *[cosine] * 49]  # no pair in the first step
     # The rate is the best of its grid
     grid = [made_up("interacting", rate, 0, draw) for rate in (1e-6, 4e-6)]
     for result in grid:
@@ -319,6 +321,8 @@ def test_microbatches_of_groups_see_the_prompts_of_shuffled_ones_in_each_generat
         "interacting, shuffled, microbatches of 8, 2e-6",
         "interacting, by prompt, microbatches of 8, 2e-6",
     ]
+    assert "two completions of one prompt: -0.125 (-0.500 to 0.250), n = 2 runs." in page
+    assert "of different prompts:" not in page
     cells = rows["interacting, by prompt, microbatches of 8, 2e-6"]
     difference = 100 * (grouped["test"]["accuracy"] - shuffled["test"]["accuracy"])
     of_shuffled = "accuracy, difference from `interacting, shuffled, microbatches of 8` in points"
@@ -371,9 +375,17 @@ def test_methods_are_compared_at_one_rate_until_their_grids_are_finished(report)
 def test_seconds_are_those_of_a_method_alone_once_all_have_been_measured(report, many, learning_report, monkeypatch):
     folder = report.learning / "clock"
     folder.mkdir()
-    drawn = []
-    accuracy = learning_report.learning_figures.accuracy
-    monkeypatch.setattr(learning_report.learning_figures, "accuracy", lambda *a: drawn.append(a[3]) or accuracy(*a))
+    figures, drawn = learning_report.learning_figures, []
+    saved, names = figures._saved, {color: name for name, color in figures.COLORS.items()}
+
+    def watched(figure, file):
+        if file.name == "results_accuracy.png":
+            axis = figure.axes[1]
+            ends = {names[line.get_color()]: line.get_xdata()[-1] for line in axis.lines}
+            drawn.append((axis.get_xlabel(), ends))
+        return saved(figure, file)
+
+    monkeypatch.setattr(figures, "_saved", watched)
     rounds = [
         clock(grpo=(1.0, 2.0), fisher=(1.4, 1.5)),
         clock(grpo=(1.2, 2.4), fisher=(1.3, 1.7), interacting=(1.1, 4.4), none=(1.1, 0.4)),
@@ -381,8 +393,11 @@ def test_seconds_are_those_of_a_method_alone_once_all_have_been_measured(report,
     for number, entry in enumerate(rounds):
         (folder / f"round{number}.json").write_text(json.dumps(entry))
         _, page = report(*many)
-    assert drawn[0] is None  # of `interacting` there was nothing
-    assert drawn[1] == pytest.approx({"grpo": 3.35, "fisher": 2.75, "interacting": 5.55, "reinforce": 1.55})
+    # Of `interacting` there was nothing at first: seconds as the runs had them
+    beside = dict.fromkeys(("grpo", "fisher", "interacting"), 200.0)
+    assert drawn[0] == ("seconds of training, beside other runs", beside)
+    alone = {"grpo": 50 * 3.35, "fisher": 50 * 2.75, "interacting": 50 * 5.55}
+    assert drawn[1] == ("seconds of training", pytest.approx(alone))
     text = page.partition("Seconds of an optimizer step, one method alone on the machine (gsm8k, one GPU)")[2]
     assert "1.15 (1.00 to 1.40) s" in text
     lines = [line for line in text.split("\n\n")[1].splitlines() if line.startswith("|")]
