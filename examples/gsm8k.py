@@ -108,7 +108,6 @@ SMALL = {
     "learning_rate": 5e-4,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 2,
-    "regularization": 0.1,
     "gradient_checkpointing": False,
     "format_weight": 0.0,
     "validation_steps": 6,
@@ -274,8 +273,6 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
         if "num_train_epochs" in given:
             del defaults["max_steps"]
     idle = {"isopo": (), "reinforce": OF_A_RULE, "grpo": OWN}[trainer]
-    if given.get("rule") == NO_RESCALING or trainer != "isopo":
-        defaults.pop("regularization", None)  # there is nothing to regularise
     unused = [f"--{name} {given.pop(name)}" for name in list(given) if name in idle]
     if unused:
         say(f"Not used by {trainer.upper()}: {' '.join(unused)}.")
