@@ -20,6 +20,7 @@ SHORT = {
     "steps_per_generation": "stale",
     "microbatch": "microbatch",
     "token_weights": "weights",
+    "epsilon": "clip",
     "optimizer": "optimizer",
     "lora": "lora",
     "grouped": "grouped",

@@ -38,6 +38,7 @@ SAID = {
     r"scopestep": "metric of the step before",
     r"stale(\d+)": r"\1 steps per generation",
     r"weightsp3o": "P3O",
+    r"clip([\d.]+)": r"clipped at \1",
     r"lora(\d+)": r"LoRA r = \1",
     r"optimizermuon": "Muon",
     r"share([\d.]+)": r"measured on \1 of the batch",
@@ -101,7 +102,7 @@ class Report:
                 None,
                 "fisher, metric of the microbatch",
             ),
-            self.variants("Stale data", ("fresh", "stale", "stale_p3o"), "grpo"),
+            self.stale(),
             self.variants("LoRA", ("rates_lora", "lora"), "grpo"),
             self.rates("LoRA: learning rates", ("rates_lora",)),
             self.variants("Muon", ("rates_muon", "muon"), "grpo"),
@@ -482,8 +483,9 @@ class Report:
                 result = self.results[run.name]
                 label = labelled(result, said(variant(result)))
                 rows[label].append(result)
-                # What stands behind the method's name must agree, but for the weights
-                apart[label] = re.sub(r"-weights\w+", "", variant(result)).partition("-")[2] if baseline else ""
+                # What stands behind the method's name must agree, but for what is done about stale data
+                plain = re.sub(r"-(weights\w+|clip[\d.]+)", "", variant(result))
+                apart[label] = plain.partition("-")[2] if baseline else ""
         lines = [f"## {title}"]
         if not rows:
             return "\n".join([*lines, *self.missing(groups)])
@@ -508,6 +510,41 @@ class Report:
             if means:
                 figures = f"{spread(means, '{:.3f}')}, n = {len(means)} runs"
                 lines += ["", f"Mean cosine between gradients of two completions of {of}: {figures}."]
+        return "\n".join(lines)
+
+    def stale(self) -> str:
+        groups = ("fresh", "stale", "stale_p3o", "stale_clipped")
+        lines = [self.variants("Stale data", groups, "grpo")]
+        rows: Rows = defaultdict(list)
+        by_age: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
+        for run in self.matrix.runs(self.results, list(groups)):
+            if isinstance(run, Run) and run.name in self.results:
+                result = self.results[run.name]
+                rows[labelled(result, said(variant(result)))].append(result)
+                if run.group in ("fresh", "stale"):
+                    by_age[run.method][run.settings["steps_per_generation"]].append(result)
+        compared = []
+        for method, by_steps in by_age.items():
+            fresh, *others = sorted(by_steps)
+            for steps in others:
+                two = by_steps[steps], by_steps[fresh]
+                cells = [difference_of_tests(*two), difference(*two, held_back, "{:+.1f}")]
+                cells.append(difference(*two, kl, "{:+.1f}"))
+                compared.append(row([method, f"{steps} against {fresh}", *cells]))
+        if not compared:
+            return "\n".join(lines)
+        head = ["method", "steps per generation", "test accuracy, in points", "held back, in points", "KL"]
+        lines += ["", "Each method against itself on fresher data, by seed:", "", *table(head), *compared]
+        head = ["method, rate", "n", "effective share of the tokens", "lowest of a step", "weight of a sequence"]
+        head.append("tokens clipped")
+        lines += ["", "How far the policy is from the one that drew the data, means over the steps:", "", *table(head)]
+        for label, results in rows.items():
+            shares = [known(of(r, "off_policy/ess") for r in results) for of in (mean_of, smallest)]
+            weights = known(mean_of(r, "sampling/importance_sampling_ratio/mean") for r in results)
+            cells = [label, str(len(results)), *(spread(values, "{:.3f}") for values in (*shares, weights))]
+            # Logged as 0 where nothing is ever clipped
+            off = [100 * share for share in known(mean_of(r, "clip_ratio/region_mean") for r in results) if share]
+            lines.append(row([*cells, spread(off, "{:.2f} %")]))
         return "\n".join(lines)
 
     def trained(self, task: str) -> list[Result]:
@@ -726,6 +763,10 @@ def column(result: Result, name: str) -> list[float]:
 
 def biggest(result: Result, name: str) -> float | None:
     return max(column(result, name), default=None)
+
+
+def smallest(result: Result, name: str) -> float | None:
+    return min(column(result, name), default=None)
 
 
 def mean_of(result: Result, name: str) -> float | None:

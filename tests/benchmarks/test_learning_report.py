@@ -110,9 +110,17 @@ def before_training():
     }
 
 
+def section_of(page, section):
+    return page.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+
+
 def rows_of(page, section):
     """Cells of the section's first table, by the first one."""
-    text = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].lstrip("\n")
+    return rows_of_table(section_of(page, section))
+
+
+def rows_of_table(text):
+    """Cells of the first table, by the first one."""
     lines = list(itertools.takewhile(lambda line: line.startswith("|"), re.sub(r"\A[^|]*", "", text).splitlines()))
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
@@ -330,6 +338,52 @@ def test_microbatches_of_groups_see_the_prompts_of_shuffled_ones_in_each_generat
     grouped["prompts_of_generations"][2] = "another"
     status, page = report(grouped)
     assert status == 1 and "saw other prompts than" in page and "from generation 2 on" in page
+
+
+def test_stale_data_is_set_beside_grpo_of_the_same_age_and_beside_the_methods_own_fresher(report, many):
+    draw = random.Random(10)
+    seeds = {"grpo": (2, 0, 1), "fisher": (0, 1, 2)}
+    of_grpo, of_fisher = (
+        [made_up(method, 2e-6, seed, draw, steps_per_generation=8) for seed in seeds[method]] for method in seeds
+    )
+    p3o = made_up("fisher", 2e-6, 1, draw, steps_per_generation=8, token_weights="p3o")
+    clipped = made_up("fisher", 2e-6, 1, draw, steps_per_generation=8, epsilon=0.2)
+    p3o["steps"] |= {"off_policy/ess": [0.75] * 25 + [0.25] * 25, "clip_ratio/region_mean": [0.0] * 50}
+    clipped["steps"] |= {"sampling/importance_sampling_ratio/mean": [0.5] * 50, "clip_ratio/region_mean": [0.02] * 50}
+    status, page = report(*many, *of_grpo, *of_fisher, p3o, clipped)
+    assert status == 0
+    _, fresh, stale, against_itself, ages = re.split(r"^(?=\| method)", section_of(page, "Stale data"), flags=re.M)
+    assert list(rows_of_table(fresh)) == ["grpo, 2e-6", "fisher, 2e-6", "interacting, 2e-6"]
+    rows = rows_of_table(stale)
+    assert {row: cells["n"] for row, cells in rows.items()} == {
+        "grpo, 8 steps per generation, 2e-6": "3",
+        "fisher, 8 steps per generation, 2e-6": "3",
+        "fisher, 8 steps per generation, P3O, 2e-6": "1",
+        "fisher, clipped at 0.2, 8 steps per generation, 2e-6": "1",
+    }
+
+    def last_kl(*runs):
+        return np.mean([run["validations"][-1]["kl"] for run in runs])
+
+    one = rows["fisher, clipped at 0.2, 8 steps per generation, 2e-6"]
+    difference = last_kl(clipped) - last_kl(of_grpo[2])
+    assert numbers(one["KL, difference from `grpo, 8 steps per generation`"]) == [
+        pytest.approx(difference, abs=0.051),
+        1,
+    ]
+    rows = rows_of_table(against_itself)
+    assert list(rows) == ["grpo", "fisher"]
+    for method, runs in (("grpo", of_grpo), ("fisher", of_fisher)):
+        before = [run for run in many if run["name"].startswith(f"{method}-lr2e-6-")]
+        assert rows[method]["steps per generation"] == "8 against 2"
+        value, low, high, count = numbers(rows[method]["KL"])
+        assert value == pytest.approx(last_kl(*runs) - last_kl(*before), abs=0.051) and low <= value <= high
+        assert count == 3
+    rows = rows_of_table(ages)
+    assert list(rows) == [*rows_of_table(fresh), *rows_of_table(stale)]
+    assert list(rows["fisher, 8 steps per generation, P3O, 2e-6"].values())[1:] == ["1", "0.500", "0.250", "", ""]
+    one = rows["fisher, clipped at 0.2, 8 steps per generation, 2e-6"]
+    assert list(one.values())[1:] == ["1", "", "", "0.500", "2.00 %"]
 
 
 def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(report, many, capsys):
