@@ -1,5 +1,6 @@
 """PyTorch's Muon for the matrices of hidden layers, with AdamW for everything else, as one optimizer."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -11,15 +12,12 @@ class Both(torch.optim.Optimizer):
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        # One list of groups, shared, so that a scheduler's learning rate reaches them
-        start = 0
-        for optimizer in optimizers:
-            count = len(optimizer.param_groups)
-            optimizer.param_groups = self.param_groups[start : start + count]
-            start += count
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        groups = iter(self.param_groups)
         for optimizer in self.optimizers:
+            # A scheduler sets the learning rate in the groups of this one, which accelerate has replaced by copies
+            optimizer.param_groups = list(itertools.islice(groups, len(optimizer.param_groups)))
             optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
