@@ -7,13 +7,15 @@ import torch
 
 
 class Both(torch.optim.Optimizer):
-    """Several optimizers that step together, each with parameters of its own."""
+    """Several optimizers that step together, each with parameters of its own. Their state is not saved with it."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.optimizers = optimizers
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("These optimizers step by the gradients that there are: no closure can be given.")
         groups = iter(self.param_groups)
         for optimizer in self.optimizers:
             # A scheduler sets the learning rate in the groups of this one, which accelerate has replaced by copies

@@ -9,7 +9,7 @@ import itertools
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -130,11 +130,16 @@ class Report:
 
     # What there is
 
+    def finished(self, groups: Iterable[str] | None = None) -> Iterator[tuple[Run, Result]]:
+        """Runs of the matrix that are made, of these groups or of all, in its order, with what came of them."""
+        for run in self.matrix.runs(self.results, None if groups is None else list(groups)):
+            if isinstance(run, Run) and run.name in self.results:
+                yield run, self.results[run.name]
+
     def made(self) -> str:
         trained = [result for result in self.results.values() if result["settings"]["steps"]]
-        wanted = list(self.matrix.runs(self.results))
-        made = [run for run in wanted if isinstance(run, Run) and run.name in self.results]
-        lines = ["## What is made", "", f"{len(made)} of {len(wanted)} runs of the matrix."]
+        wanted = len(list(self.matrix.runs(self.results)))
+        lines = ["## What is made", "", f"{len(list(self.finished()))} of {wanted} runs of the matrix."]
         if trained:
             hours = sum(r["seconds"]["total"] / r["hardware"]["parallel"] for r in trained) / 3600
             lines[-1] += f" {len(trained)} trained, {hours:.2f} hours of a machine in all: " + "; ".join(
@@ -169,13 +174,10 @@ class Report:
     def other_settings(self) -> list[str]:
         """Runs whose settings are not those of the matrix; before the first step none of them matters."""
         lines = []
-        for run in self.matrix.runs(self.results):
-            result = self.results.get(run.name) if isinstance(run, Run) else None
-            if result is None or not isinstance(run, Run) or not run.settings["steps"]:
-                continue
+        for run, result in self.finished():
             has = result["settings"]
             names = sorted(key for key in {*has, *run.settings} if has.get(key) != run.settings.get(key))
-            if names:
+            if names and run.settings["steps"]:
                 lines.append(f"`{run.name}` ({', '.join(names)})")
         return lines
 
@@ -221,9 +223,9 @@ class Report:
     def unequal_settings(self) -> list[str]:
         """Runs that the matrix would make in another way by now, under the name that they have."""
         lines = []
-        for run in self.matrix.runs(self.results):
-            if isinstance(run, Run) and run.name in self.results and run.settings["steps"]:
-                made = self.results[run.name]["settings"]
+        for run, result in self.finished():
+            if run.settings["steps"]:
+                made = result["settings"]
                 apart = [key for key in made if key in run.settings and made[key] != run.settings[key]]
                 lines += [f"{run.name} has {k}={made[k]}, the matrix says {run.settings[k]}: rename it" for k in apart]
         return lines
@@ -392,12 +394,11 @@ class Report:
     def start_rows(self) -> dict[str, dict[float, list[Result]]]:
         """Runs from several starting rates that are made, by method, with its target if it has one, and rate."""
         rows: dict[str, dict[float, list[Result]]] = {}
-        for run in self.matrix.runs(self.results, list(START_GROUPS)):
-            if isinstance(run, Run) and run.name in self.results:
-                label, target = run.method.removesuffix("_kl"), run.settings.get("target_kl")
-                label += f", target {short_rate(target)}" if target else ""
-                by_rate = rows.setdefault(label, defaultdict(list))
-                by_rate[run.settings["learning_rate"]].append(self.results[run.name])
+        for run, result in self.finished(START_GROUPS):
+            label, target = run.method.removesuffix("_kl"), run.settings.get("target_kl")
+            label += f", target {short_rate(target)}" if target else ""
+            by_rate = rows.setdefault(label, defaultdict(list))
+            by_rate[run.settings["learning_rate"]].append(result)
         return rows
 
     def starts(self, figures: list[str]) -> str:
@@ -450,11 +451,10 @@ class Report:
         """Runs of one start with different targets, which are compared on held-back problems."""
         default = self.matrix.content["methods"]["fisher_kl"]["target_kl"]
         rows: dict[float, Result] = {}
-        for run in self.matrix.runs(self.results, ["targets", "starts"]):
-            if isinstance(run, Run) and run.name in self.results and run.method == "fisher_kl":
-                result = self.results[run.name]
-                if (result["settings"]["seed"], result["settings"]["learning_rate"]) == (0, 1e-6):
-                    rows[result["settings"]["target_kl"]] = result
+        for run, result in self.finished(("targets", "starts")):
+            start = result["settings"]["seed"], result["settings"]["learning_rate"]
+            if run.method == "fisher_kl" and start == (0, 1e-6):
+                rows[result["settings"]["target_kl"]] = result
         lines = ["## Targets for a step"]
         if not set(rows) - {default}:
             return "\n".join([*lines, *self.missing(("targets",))])
@@ -478,14 +478,12 @@ class Report:
         """Runs of groups, each against the baseline with the same other settings, or all against one of them."""
         rows: Rows = defaultdict(list)
         apart = {}
-        for run in self.matrix.runs(self.results, list(groups)):
-            if isinstance(run, Run) and run.name in self.results:
-                result = self.results[run.name]
-                label = labelled(result, said(variant(result)))
-                rows[label].append(result)
-                # What stands behind the method's name must agree, but for what is done about stale data
-                plain = re.sub(r"-(weights\w+|clip[\d.]+)", "", variant(result))
-                apart[label] = plain.partition("-")[2] if baseline else ""
+        for _, result in self.finished(groups):
+            label = labelled(result, said(variant(result)))
+            rows[label].append(result)
+            # What stands behind the method's name must agree, but for what is done about stale data
+            plain = re.sub(r"-(weights\w+|clip[\d.]+)", "", variant(result))
+            apart[label] = plain.partition("-")[2] if baseline else ""
         lines = [f"## {title}"]
         if not rows:
             return "\n".join([*lines, *self.missing(groups)])
@@ -503,10 +501,9 @@ class Report:
     def microbatches(self) -> str:
         groups = ("large_microbatches", "microbatches")
         lines = [self.variants("Microbatches of one prompt's group", groups, None, "interacting, shuffled")]
-        made = [r for r in self.matrix.runs(self.results, list(groups)) if isinstance(r, Run)]
         pairs = {"isopo/cosine_same_prompt": "one prompt", "isopo/cosine_other_prompts": "different prompts"}
         for name, of in pairs.items():
-            means = known(mean_of(self.results[run.name], name) for run in made if run.name in self.results)
+            means = known(mean_of(result, name) for _, result in self.finished(groups))
             if means:
                 figures = f"{spread(means, '{:.3f}')}, n = {len(means)} runs"
                 lines += ["", f"Mean cosine between gradients of two completions of {of}: {figures}."]
@@ -517,12 +514,10 @@ class Report:
         lines = [self.variants("Stale data", groups, "grpo")]
         rows: Rows = defaultdict(list)
         by_age: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
-        for run in self.matrix.runs(self.results, list(groups)):
-            if isinstance(run, Run) and run.name in self.results:
-                result = self.results[run.name]
-                rows[labelled(result, said(variant(result)))].append(result)
-                if run.group in ("fresh", "stale"):
-                    by_age[run.method][run.settings["steps_per_generation"]].append(result)
+        for run, result in self.finished(groups):
+            rows[labelled(result, said(variant(result)))].append(result)
+            if run.group in ("fresh", "stale"):
+                by_age[run.method][run.settings["steps_per_generation"]].append(result)
         compared = []
         for method, by_steps in by_age.items():
             fresh, *others = sorted(by_steps)

@@ -32,7 +32,7 @@ from isopo_trl.validation import ValidationCallback
 # Settings of a run that are ISOPOConfig's, handed on by name
 OF_ISOPO = (
     *("rule", "regularization", "token_weights", "fisher_samples", "fisher_scope", "scale", "target_kl"),
-    *("step_kl_share", "skip_zero_advantage", "epsilon"),
+    *("step_kl_share", "skip_zero_advantage"),
 )
 # Sequences up to which nothing is recomputed
 SMALL_MICROBATCH = 4
@@ -90,6 +90,8 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         # A share of memory that must be free at the start; what is taken is less, see `spare_vllm`
         arguments |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.07}
         arguments |= {"vllm_max_model_length": 1024}
+    if "epsilon" in settings:
+        arguments["epsilon"] = settings["epsilon"]
     if settings["trainer"] == "grpo":
         return GRPOConfig(**arguments)
     of_isopo = {name: settings[name] for name in OF_ISOPO if name in settings}

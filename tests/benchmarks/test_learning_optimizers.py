@@ -73,5 +73,7 @@ def test_steps_are_those_of_each_optimizer_alone_at_the_schedulers_rate(model, m
         for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
             # Muon multiplies in bfloat16; a step is up to RATE long, and that of another rate would be off by a tenth
             torch.testing.assert_close(parameter, expected, rtol=0, atol=RATE / 200, msg=name)
+    with pytest.raises(ValueError, match="closure"):
+        both.step(lambda: 0.0)
     both.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
