@@ -24,6 +24,9 @@ POLL = 0.5
 # Steps over which a worker's pace is taken; an even number, since every second step has a generation
 WINDOW = 6
 MPS = "nvidia-cuda-mps-control"
+# Below those that systems hand out by themselves (Linux from 32768 on): such a one may be another's by the time that
+# the worker has come to use it, half a minute later
+PORTS = range(20_000, 30_000)
 
 
 @dataclass
@@ -33,7 +36,6 @@ class Worker:
     log: Path
     started: float
     attempt: int
-    port: int
     slot: int
     read: int = 0
     marks: set[str] = field(default_factory=set)
@@ -127,6 +129,7 @@ class Schedule:
         self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
         self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
         self.running: list[Worker] = []
+        self.ports: set[int] = set()  # that a worker was given
         self.failures: dict[str, int] = {}
         self.shared = "LEARNING_MPS" in self.environment
         self.earlier = read_results(results)  # from which it is known what a run takes
@@ -235,7 +238,8 @@ class Schedule:
     def _start(self, run: Run) -> None:
         attempt = self.failures.get(run.name, 0) + 1
         log = self.logs / f"{run.name}.{attempt}.log"
-        port = free_port({worker.port for worker in self.running})
+        port = free_port(self.ports)
+        self.ports.add(port)
         slot = min(set(range(len(self.running) + 1)) - {worker.slot for worker in self.running})
         own = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), **self._caches(slot)}
         with open(log, "w") as file:
@@ -248,7 +252,7 @@ class Schedule:
                 env={**os.environ, **self.environment, **own},
             )
         self.last_start = time.time()
-        self.running.append(Worker(run, process, log, self.last_start, attempt, port, slot))
+        self.running.append(Worker(run, process, log, self.last_start, attempt, slot))
         self._say(f"started {run.name}" + (" again" if attempt > 1 else ""))
 
     def _caches(self, slot: int) -> dict[str, str]:
@@ -304,14 +308,12 @@ def free_port(taken: set[int]) -> int:
     A port that nobody listens on, and that no worker was given: it may not have come to use it yet. By itself TRL
     looks for one among four, and workers that start together find the same.
     """
-    with contextlib.ExitStack() as held:
-        while True:
-            # Those that are taken stay bound meanwhile, so that the next one is another
-            listener = held.enter_context(socket.socket())
-            listener.bind(("localhost", 0))
-            port = listener.getsockname()[1]
-            if port not in taken:
+    for port in PORTS:
+        if port not in taken:
+            with contextlib.suppress(OSError), socket.socket() as listener:
+                listener.bind(("", port))
                 return port
+    raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free: the workers need one each.")
 
 
 def free_gib() -> float:

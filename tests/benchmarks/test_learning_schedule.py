@@ -196,7 +196,7 @@ def test_towards_the_deadline_fewer_at_a_time_are_started(tmp_path, training, en
         process = subprocess.Popen([sys.executable, "-c", ""])
         process.wait()
         run = Run(f"b{index}", "all", "m", {"task": "t", "steps": 1, "microbatch": 1})
-        schedule.running.append(Worker(run, process, tmp_path / "log", time.time(), 1, 0, index))
+        schedule.running.append(Worker(run, process, tmp_path / "log", time.time(), 1, index))
         schedule.running[-1].marks |= {ENDING} if index >= training else set()
     assert bool(schedule._candidates()) == fits
 
@@ -243,7 +243,7 @@ def test_only_runs_that_cannot_end_in_time_are_given_up(tmp_path, paces, marks, 
     for index, pace in enumerate(paces):
         run = Run("ab"[index], "all", "m", {"task": "t", "steps": 100, "microbatch": 1})
         process = subprocess.Popen(sleep, start_new_session=True)
-        workers.append(Worker(run, process, tmp_path / "log", time.time(), 1, 0, index))
+        workers.append(Worker(run, process, tmp_path / "log", time.time(), 1, index))
         workers[-1].steps += [(step, step * pace) for step in range(1, 9)] if pace else []
         workers[-1].marks |= {marks[index]} if index in marks else set()
     schedule.running += workers
@@ -311,15 +311,17 @@ def test_runs_side_by_side_have_caches_of_their_own_and_later_ones_those_of_earl
 
 
 def test_a_port_that_somebody_holds_or_was_promised_is_not_given():
-    from learning_schedule import free_port
+    from learning_schedule import PORTS, free_port
 
     with socket.socket() as other:
-        other.bind(("localhost", 0))
+        other.bind(("localhost", free_port(set())))
         other.listen()
         ports: set[int] = set()
         for _ in range(50):
             ports.add(free_port(ports))
-        assert len(ports) == 50 and other.getsockname()[1] not in ports
+        assert len(ports) == 50 and ports <= set(PORTS) and other.getsockname()[1] not in ports
+    with pytest.raises(OSError, match="no port from 20000 to 29999 is free"):
+        free_port(set(PORTS))
 
 
 def test_a_deadline_is_a_duration_or_the_next_such_time_of_day(scheduled):
