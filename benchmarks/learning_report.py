@@ -103,9 +103,9 @@ class Report:
                 "fisher, metric of the microbatch",
             ),
             self.stale(),
-            self.variants("LoRA", ("rates_lora", "lora"), "grpo"),
+            self.at_best("LoRA", "rates_lora", "lora"),
             self.rates("LoRA: learning rates", ("rates_lora",)),
-            self.variants("Muon", ("rates_muon", "muon"), "grpo"),
+            self.at_best("Muon", "rates_muon", "muon"),
             self.rates("Muon: learning rates", ("rates_muon",)),
             self.starts(figures),
             self.targets(),
@@ -241,8 +241,8 @@ class Report:
             return ""
         lines = [f"## {title}", ""]
         lines += [
-            "Accuracy on held-back problems, mean of the last two validations, seed 0 (n = 1); the rate that is "
-            "chosen is in bold, once the method's part of the grid is finished.",
+            "Accuracy on held-back problems, mean of the last two validations, and KL from the start at the last one, "
+            "seed 0 (n = 1); the rate that is chosen is in bold, once the method's part of the grid is finished.",
             "",
         ]
         lines += table(["method", *map(short_rate, rates)])
@@ -254,7 +254,8 @@ class Report:
                 entry = next((entry for entry in own if entry.given["learning_rate"] == rate), None)
                 result = self.results.get(self.matrix.run(entry, rate).name) if entry else None
                 score = percent(held_back_score(result)) if result else "not run"
-                cells.append(f"**{score}**" if result and rate == best else score)
+                divergence = spread(known([kl(result)]), ", {:.1f}") if result else ""
+                cells.append((f"**{score}**" if result and rate == best else score) + divergence)
             lines.append(row([f"`{method}`", *cells]))
         return "\n".join(lines)
 
@@ -474,6 +475,24 @@ class Report:
                 lines.append(row([*cells, *step_cells(runs)]))
         return lines
 
+    def at_best(self, title: str, rates: str, seeds: str) -> str:
+        """Each method at its rate, chosen from the group of rates, beside GRPO at its own: those with a whole grid."""
+        grid: dict[str, list[Any]] = defaultdict(list)
+        for entry in self.matrix.entries:
+            if entry.group == rates:
+                grid[entry.method].append(entry)
+        best = {method: self.best_of(entries) for method, entries in grid.items()}
+        made: dict[str, list[Result]] = {method: [] for method in grid}
+        for run, result in self.finished((rates, seeds)):
+            if run.settings["learning_rate"] == best[run.method]:
+                made[run.method].append(result)
+        rows = {labelled(results[0], said(variant(results[0]))): results for results in made.values() if results}
+        lines = [f"## {title}"]
+        if rows:
+            base = next((label for label in rows if label.startswith("grpo,")), None)
+            lines += ["", *self.comparison(rows, base)]
+        return "\n".join([*lines, *self.missing((rates, seeds))])
+
     def variants(self, title: str, groups: tuple[str, ...], baseline: str | None, of_all: str = "") -> str:
         """Runs of groups, each against the baseline with the same other settings, or all against one of them."""
         rows: Rows = defaultdict(list)
@@ -491,9 +510,7 @@ class Report:
         for label, results in rows.items():
             blocks[apart[label]][label] = results
         for block in blocks.values():
-            # At the rate of most seeds, where there is more than one
-            candidates = [label for label in block if baseline and label.startswith(baseline)]
-            base = max(candidates, key=lambda label: len(block[label]), default=None)
+            base = next((label for label in block if baseline and label.startswith(baseline)), None)
             other = next((label for label in block if label.startswith(of_all)), next(iter(block)))
             lines += ["", *self.comparison(block, base or other)]
         return "\n".join([*lines, *self.missing(groups)])
@@ -514,22 +531,34 @@ class Report:
         lines = [self.variants("Stale data", groups, "grpo")]
         rows: Rows = defaultdict(list)
         by_age: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
+        treated: dict[tuple[str, str, int], list[Result]] = defaultdict(list)
         for run, result in self.finished(groups):
             rows[labelled(result, said(variant(result)))].append(result)
+            steps = run.settings["steps_per_generation"]
             if run.group in ("fresh", "stale"):
-                by_age[run.method][run.settings["steps_per_generation"]].append(result)
-        compared = []
-        for method, by_steps in by_age.items():
-            fresh, *others = sorted(by_steps)
-            for steps in others:
-                two = by_steps[steps], by_steps[fresh]
-                cells = [difference_of_tests(*two), difference(*two, held_back, "{:+.1f}")]
-                cells.append(difference(*two, kl, "{:+.1f}"))
-                compared.append(row([method, f"{steps} against {fresh}", *cells]))
-        if not compared:
+                by_age[run.method][steps].append(result)
+            else:
+                treated[run.method, said(variant(result)), steps].append(result)
+
+        def compared(first: list[Result], second: list[Result]) -> list[str]:
+            cells = [difference_of_tests(first, second), difference(first, second, held_back, "{:+.1f}")]
+            return [*cells, difference(first, second, kl, "{:+.1f}")]
+
+        aged = [
+            row([method, f"{steps} against {min(by_steps)}", *compared(by_steps[steps], by_steps[min(by_steps)])])
+            for method, by_steps in by_age.items()
+            for steps in sorted(by_steps)[1:]
+        ]
+        if not aged:
             return "\n".join(lines)
-        head = ["method", "steps per generation", "test accuracy, in points", "held back, in points", "KL"]
-        lines += ["", "Each method against itself on fresher data, by seed:", "", *table(head), *compared]
+        differences = ["test accuracy, in points", "held back, in points", "KL"]
+        lines += ["", "Each method against itself on fresher data, by seed:", ""]
+        lines += [*table(["method", "steps per generation", *differences]), *aged]
+        if treated:
+            lines += ["", "P3O and clipping, against the method without them on data of the same age, by seed:", ""]
+            lines += table(["method", *differences])
+            for (method, name, steps), results in treated.items():
+                lines.append(row([name, *compared(results, by_age[method][steps])]))
         head = ["method, rate", "n", "effective share of the tokens", "lowest of a step", "weight of a sequence"]
         head.append("tokens clipped")
         lines += ["", "How far the policy is from the one that drew the data, means over the steps:", "", *table(head)]
