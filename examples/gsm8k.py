@@ -91,6 +91,8 @@ DEFAULTS = {
     "report_to": "none",
     "lora_target_modules": ["all-linear"],
 }
+# Adapters of PEFT take larger steps than weights do (docs/results.md, "LoRA: learning rates")
+OF_ADAPTERS = {"learning_rate": 5e-5}
 # With any other model than the embedded one: a run that ends, and that may be broken off
 BOUNDED = {"max_steps": 500, "save_strategy": "steps", "save_steps": 50, "save_total_limit": 2}
 # With the embedded model: minutes on two cores. A backward pass ends at the lowest layer with an adapter, and drawing
@@ -269,7 +271,7 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     if model == EMBEDDED:
         defaults |= {**SMALL, "save_strategy": "no"}
     else:
-        defaults |= BOUNDED
+        defaults |= BOUNDED | (OF_ADAPTERS if given.get("use_peft") else {})
         if "num_train_epochs" in given:
             del defaults["max_steps"]
     idle = {"isopo": (), "reinforce": OF_A_RULE, "grpo": OWN}[trainer]

@@ -195,6 +195,19 @@ def test_every_spelling_means_the_model_and_the_method_that_were_asked_for(gsm8k
         assert script_args.trainer == "reinforce" and args.rule == "none" and args.learning_rate == 1e-4
 
 
+def test_adapters_have_a_learning_rate_of_their_own(gsm8k, given):
+    for words, rate in (
+        ([], 2e-6),
+        (["--use_peft"], 5e-5),
+        (["--use_peft", "false"], 2e-6),
+        (["--use_peft", "--learning_rate", "1e-5"], 1e-5),
+    ):
+        _, args, _ = gsm8k.read_arguments([*given, *words])
+        assert args.learning_rate == rate
+    _, args, model_args = gsm8k.read_arguments(["--use_peft"])
+    assert model_args.use_peft and args.learning_rate == gsm8k.SMALL["learning_rate"]
+
+
 def test_an_abbreviation_trains_nothing(gsm8k, given, capsys):
     for words, meant in (
         (["--model_name_or", "tiny"], "--model_name_or_path"),
