@@ -501,7 +501,7 @@ class Report:
             label = labelled(result, said(variant(result)))
             rows[label].append(result)
             # What stands behind the method's name must agree, but for what is done about stale data
-            plain = re.sub(r"-(weights\w+|clip[\d.]+)", "", variant(result))
+            plain = re.sub(r"-(weights\w+|clip[\d.]+|lambda[\d.]+)", "", variant(result))
             apart[label] = plain.partition("-")[2] if baseline else ""
         lines = [f"## {title}"]
         if not rows:
@@ -527,7 +527,7 @@ class Report:
         return "\n".join(lines)
 
     def stale(self) -> str:
-        groups = ("fresh", "stale", "stale_p3o", "stale_clipped")
+        groups = ("fresh", "stale", "stale_p3o", "stale_clipped", "stale_regularized")
         lines = [self.variants("Stale data", groups, "grpo")]
         rows: Rows = defaultdict(list)
         by_age: dict[str, dict[int, list[Result]]] = defaultdict(lambda: defaultdict(list))
@@ -555,7 +555,11 @@ class Report:
         lines += ["", "Each method against itself on fresher data, by seed:", ""]
         lines += [*table(["method", "steps per generation", *differences]), *aged]
         if treated:
-            lines += ["", "P3O and clipping, against the method without them on data of the same age, by seed:", ""]
+            lines += [
+                "",
+                "P3O, clipping and lambda, against the method without them on data of the same age, by seed:",
+                "",
+            ]
             lines += table(["method", *differences])
             for (method, name, steps), results in treated.items():
                 lines.append(row([name, *compared(results, by_age[method][steps])]))

@@ -349,9 +349,10 @@ def test_stale_data_is_set_beside_grpo_of_the_same_age_and_beside_the_methods_ow
     )
     p3o = made_up("fisher", 2e-6, 1, draw, steps_per_generation=8, token_weights="p3o")
     clipped = made_up("fisher", 2e-6, 1, draw, steps_per_generation=8, epsilon=0.2)
+    regularized = made_up("fisher", 2e-6, 1, draw, steps_per_generation=8, regularization=0.1)
     p3o["steps"] |= {"off_policy/ess": [0.75] * 25 + [0.25] * 25, "clip_ratio/region_mean": [0.0] * 50}
     clipped["steps"] |= {"sampling/importance_sampling_ratio/mean": [0.5] * 50, "clip_ratio/region_mean": [0.02] * 50}
-    status, page = report(*many, *of_grpo, *of_fisher, p3o, clipped)
+    status, page = report(*many, *of_grpo, *of_fisher, p3o, clipped, regularized)
     assert status == 0
     tables = re.split(r"^(?=\| method)", section_of(page, "Stale data"), flags=re.M)
     _, fresh, stale, against_itself, treated, ages = tables
@@ -362,6 +363,7 @@ def test_stale_data_is_set_beside_grpo_of_the_same_age_and_beside_the_methods_ow
         "fisher, 8 steps per generation, 2e-6": "3",
         "fisher, 8 steps per generation, P3O, 2e-6": "1",
         "fisher, clipped at 0.2, 8 steps per generation, 2e-6": "1",
+        "fisher, λ = 0.1, 8 steps per generation, 2e-6": "1",
     }
 
     def last_kl(*runs):
@@ -382,7 +384,11 @@ def test_stale_data_is_set_beside_grpo_of_the_same_age_and_beside_the_methods_ow
         assert value == pytest.approx(last_kl(*runs) - last_kl(*before), abs=0.051) and low <= value <= high
         assert count == 3
     rows = rows_of_table(treated)
-    for name, run in (("8 steps per generation, P3O", p3o), ("clipped at 0.2, 8 steps per generation", clipped)):
+    for name, run in (
+        ("8 steps per generation, P3O", p3o),
+        ("clipped at 0.2, 8 steps per generation", clipped),
+        ("λ = 0.1, 8 steps per generation", regularized),
+    ):
         difference = last_kl(run) - last_kl(of_fisher[1])
         assert numbers(rows[f"fisher, {name}"]["KL"]) == [pytest.approx(difference, abs=0.051), 1]
     rows = rows_of_table(ages)
