@@ -91,7 +91,7 @@ DEFAULTS = {
     "report_to": "none",
     "lora_target_modules": ["all-linear"],
 }
-# Adapters of PEFT take larger steps than weights do (docs/results.md, "LoRA: learning rates")
+# Adapters need a higher one than full weights (docs/results.md, "LoRA: learning rates")
 OF_ADAPTERS = {"learning_rate": 5e-5}
 # With any other model than the embedded one: a run that ends, and that may be broken off
 BOUNDED = {"max_steps": 500, "save_strategy": "steps", "save_steps": 50, "save_total_limit": 2}
