@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -117,11 +117,19 @@ class Matrix:
 
     def best_rate(self, entry: Entry, finished: Results) -> float | None:
         """Rate at which the method did best on held-back problems; None until its part of the grid is finished."""
-        grid = [self.run(e, e.given["learning_rate"]) for e in self.entries if e.group == entry.rates_of]
-        grid = [run for run in grid if run.method == entry.method]
-        if not grid:
+        if not self.grid(entry.method, [entry.rates_of]):
             raise ValueError(f"Group {entry.rates_of!r} has no rates of method {entry.method!r} to choose from.")
-        if any(run.name not in finished for run in grid):
+        return self.best_of(entry.method, [entry.rates_of], finished)
+
+    def grid(self, method: str, groups: Collection[str]) -> list[Run]:
+        """A method's runs with a rate that is given, in these groups."""
+        entries = [e for e in self.entries if e.method == method and e.group in groups]
+        return [self.run(e, e.given["learning_rate"]) for e in entries if e.given["learning_rate"] != BEST]
+
+    def best_of(self, method: str, groups: Collection[str], finished: Results) -> float | None:
+        """The rate of these groups at which the method did best; None until all its runs there are finished."""
+        grid = self.grid(method, groups)
+        if not grid or any(run.name not in finished for run in grid):
             return None
         # Of equals the lower rate, which goes less far from the start
         return max(

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import learning_figures
-from learning_matrix import BEST, Matrix, Run, held_back_score, read_results, short_rate
+from learning_matrix import Matrix, Run, held_back_score, read_results, short_rate
 from learning_statistics import bits, bootstrap_interval, crossed_interval, interval_over_problems, median, spearman
 
 
@@ -48,7 +48,8 @@ GENERATION = "generation"  # as `phases.py` calls it
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
 START_GROUPS = ("starts", "starts_without")
-MAIN_GROUPS = ("first", "rates", "seeds", "seeds_of_others", "rates_of_euclidean", "divergence")
+RATE_GROUPS = ("rates", "rates_of_euclidean")
+MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
 
 
 def main(matrix: Path, results: Path, docs: Path) -> int:
@@ -91,7 +92,7 @@ class Report:
         figures = list(figures)
         sections = [
             self.made(),
-            self.rates("Learning rates", ("rates", "rates_of_euclidean"), always=True),
+            self.rates("Learning rates", RATE_GROUPS, always=True),
             self.methods(figures),
             self.lambdas(),
             self.microbatches(),
@@ -234,10 +235,13 @@ class Report:
 
     def rates(self, title: str, groups: tuple[str, ...], always: bool = False) -> str:
         """The grid: accuracy on held-back problems by method and rate; nothing without a run, unless always."""
-        entries = [entry for entry in self.matrix.entries if entry.group in groups]
-        rates = sorted({entry.given["learning_rate"] for entry in entries})
-        names = {self.matrix.run(entry, entry.given["learning_rate"]).name for entry in entries}
-        if not always and not names & set(self.results):
+        methods = unique(entry.method for entry in self.matrix.entries if entry.group in groups)
+        grids = {
+            method: {run.settings["learning_rate"]: run.name for run in self.matrix.grid(method, groups)}
+            for method in methods
+        }
+        rates = sorted({rate for grid in grids.values() for rate in grid})
+        if not always and not any(name in self.results for grid in grids.values() for name in grid.values()):
             return ""
         lines = [f"## {title}", ""]
         lines += [
@@ -246,25 +250,16 @@ class Report:
             "",
         ]
         lines += table(["method", *map(short_rate, rates)])
-        for method in unique(entry.method for entry in entries):
-            own = [entry for entry in entries if entry.method == method]
-            best = self.best_of(own)
+        for method, grid in grids.items():
+            best = self.matrix.best_of(method, groups, self.results)
             cells = []
             for rate in rates:
-                entry = next((entry for entry in own if entry.given["learning_rate"] == rate), None)
-                result = self.results.get(self.matrix.run(entry, rate).name) if entry else None
+                result = self.results.get(grid.get(rate, ""))
                 score = percent(held_back_score(result)) if result else "not run"
                 divergence = spread(known([kl(result)]), ", {:.1f}") if result else ""
                 cells.append((f"**{score}**" if result and rate == best else score) + divergence)
             lines.append(row([f"`{method}`", *cells]))
         return "\n".join(lines)
-
-    def best_of(self, entries: list[Any]) -> float | None:
-        """The best rate of a method within these entries of one grid; None until all are finished."""
-        runs = [self.matrix.run(entry, entry.given["learning_rate"]) for entry in entries]
-        if any(run.name not in self.results for run in runs):
-            return None
-        return max((held_back_score(self.results[r.name]), -r.settings["learning_rate"]) for r in runs)[1] * -1
 
     def main_rows(self) -> Rows:
         """Each method at its rate, seeds that are made; at the rate of most methods until its grid is finished."""
@@ -278,14 +273,7 @@ class Report:
         for method, made in runs.items():
             if not made:
                 continue
-            grid = [
-                entry
-                for entry in self.matrix.entries
-                if entry.method == method
-                and entry.group in ("rates", "rates_of_euclidean")
-                and entry.given["learning_rate"] != BEST
-            ]
-            best = self.best_of(grid) if grid else None
+            best = self.matrix.best_of(method, RATE_GROUPS, self.results)
             rate = best if best in made else max(made, key=lambda rate: (methods_at[rate], len(made[rate]), -rate))
             mark = "" if best is not None else "*"
             rows[f"{method}, {short_rate(rate)}{mark}"] = [made[rate][seed] for seed in sorted(made[rate])]
@@ -477,12 +465,9 @@ class Report:
 
     def at_best(self, title: str, rates: str, seeds: str) -> str:
         """Each method at its rate, chosen from the group of rates, beside GRPO at its own: those with a whole grid."""
-        grid: dict[str, list[Any]] = defaultdict(list)
-        for entry in self.matrix.entries:
-            if entry.group == rates:
-                grid[entry.method].append(entry)
-        best = {method: self.best_of(entries) for method, entries in grid.items()}
-        made: dict[str, list[Result]] = {method: [] for method in grid}
+        methods = unique(entry.method for entry in self.matrix.entries if entry.group == rates)
+        best = {method: self.matrix.best_of(method, [rates], self.results) for method in methods}
+        made: dict[str, list[Result]] = {method: [] for method in methods}
         for run, result in self.finished((rates, seeds)):
             if run.settings["learning_rate"] == best[run.method]:
                 made[run.method].append(result)

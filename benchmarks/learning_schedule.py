@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -308,7 +309,8 @@ def free_port(taken: set[int]) -> int:
     A port that nobody listens on, and that no worker was given: it may not have come to use it yet. By itself TRL
     looks for one among four, and workers that start together find the same.
     """
-    for port in PORTS:
+    # In any order: another schedule on this machine looks among the same
+    for port in random.sample(PORTS, len(PORTS)):
         if port not in taken:
             with contextlib.suppress(OSError), socket.socket() as listener:
                 listener.bind(("", port))
