@@ -300,41 +300,49 @@ class Report:
             lines += ["", f"![{captions[name]}]({name})"] if name in captions else []
         return "\n".join([*lines, *self.missing(MAIN_GROUPS)])
 
-    def rounds(self) -> dict[str, list[dict[str, float]]]:
-        """Seconds of a step's phases with a method alone on the machine, one entry per round it was measured in."""
-        rounds = defaultdict(list)
-        for clock in self.clocks.values():
-            for method, figures in clock["methods"].items():
-                rounds[{"none": "reinforce"}.get(method, method)].append(figures["phases"])
-        return rounds
+    def rounds(self) -> list[dict[str, dict[str, float]]]:
+        """Seconds of a step's phases with a method alone on the machine, by method, of each round."""
+        return [
+            {
+                {"none": "reinforce"}.get(method, method): figures["phases"]
+                for method, figures in clock["methods"].items()
+            }
+            for clock in self.clocks.values()
+        ]
 
     def seconds_of_step(self, rows: Rows) -> dict[str, float] | None:
-        """By method, if all have been measured: generation, which is the same work, as all have it, and the rest."""
+        """
+        By method, if all have been measured beside GRPO: generation, which is the same work, as all have it, and the
+        rest, GRPO's by the method's share of it. Rounds may be of different machines, and not all of all methods.
+        """
         rounds = self.rounds()
-        if any(label.partition(",")[0] not in rounds for label in rows):
+        shares = {label.partition(",")[0]: shares_of_grpo(rounds, label.partition(",")[0]) for label in rows}
+        if not all(shares.values()):
             return None
-        common = median(phases[GENERATION] for entries in rounds.values() for phases in entries)
-        return {method: common + median(map(but_generation, entries)) for method, entries in rounds.items()}
+        common = median(phases[GENERATION] for entries in rounds for phases in entries.values())
+        of_grpo = median(but_generation(entries["grpo"]) for entries in rounds if "grpo" in entries)
+        return {method: common + of_grpo * median(found) for method, found in shares.items()}
 
     def clock(self) -> list[str]:
         """A table of what steps take, alone on the machine."""
         rounds = self.rounds()
         if not rounds:
             return []
-        common = [phases[GENERATION] for entries in rounds.values() for phases in entries]
+        common = [phases[GENERATION] for entries in rounds for phases in entries.values()]
         titles = unique(clock["title"] for clock in self.clocks.values())
         lines = [
             "",
             f"Seconds of an optimizer step, one method alone on the machine ({'; '.join(titles)}), n rounds of "
             f"several steps. Generation is the same work for all, {spread(common, '{:.2f}')} s, and left out:",
             "",
-            *table(["method", "n", "without generation", "of GRPO's"]),
+            *table(["method", "n", "without generation", "of GRPO's in the same round"]),
         ]
-        of_grpo = median(map(but_generation, rounds["grpo"])) if "grpo" in rounds else None
-        for method in (method for method in MAIN if method in rounds):
-            seconds = list(map(but_generation, rounds[method]))
-            share = f"{median(seconds) / of_grpo:.2f}" if of_grpo else ""
-            lines.append(row([method, str(len(seconds)), spread(seconds, "{:.2f}"), share]))
+        for method in MAIN:
+            seconds = [but_generation(entries[method]) for entries in rounds if method in entries]
+            if seconds:
+                shares = shares_of_grpo(rounds, method)
+                share = spread(shares, "{:.2f}") if shares and method != "grpo" else ""
+                lines.append(row([method, str(len(seconds)), spread(seconds, "{:.2f}"), share]))
         return lines
 
     def against_control(self, rows: Rows) -> list[str]:
@@ -755,6 +763,15 @@ def step_cells(results: list[Result]) -> list[str]:
 
 def but_generation(phases: dict[str, float]) -> float:
     return sum(phases.values()) - phases[GENERATION]
+
+
+def shares_of_grpo(rounds: list[dict[str, dict[str, float]]], method: str) -> list[float]:
+    """What a method takes without generation, over what GRPO takes, of each round that has both."""
+    return [
+        but_generation(entries[method]) / but_generation(entries["grpo"])
+        for entries in rounds
+        if {method, "grpo"} <= entries.keys()
+    ]
 
 
 def held_back(result: Result) -> float:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from learning import commit
 from learning_schedule import worker_environment
 
 
@@ -364,13 +365,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """Each method in a process of its own, since vLLM does not give everything back."""
     report: dict[str, Any] = {"methods": {}}
+    environment = {**os.environ, **worker_environment(1), "LEARNING_COMMIT": commit(None)}
     if options.output and Path(options.output).exists():
         report = json.loads(Path(options.output).read_text())
     with tempfile.TemporaryDirectory() as folder:
         for method in options.methods:
             path = Path(folder) / "figures.json"
             command = [sys.executable, __file__, *arguments, "--methods", method, "--worker", str(path)]
-            subprocess.run(command, check=True, env={**os.environ, **worker_environment(1)})
+            subprocess.run(command, check=True, env=environment)
             report["methods"][method] = json.loads(path.read_text())
             path.unlink()
             report["title"] = title(report["methods"][method])
