@@ -316,7 +316,8 @@ class Report:
         rest, GRPO's by the method's share of it. Rounds may be of different machines, and not all of all methods.
         """
         rounds = self.rounds()
-        shares = {label.partition(",")[0]: shares_of_grpo(rounds, label.partition(",")[0]) for label in rows}
+        methods = [label.partition(",")[0] for label in rows]
+        shares = {method: shares_of_grpo(rounds, method) for method in methods}
         if not all(shares.values()):
             return None
         common = median(phases[GENERATION] for entries in rounds for phases in entries.values())
@@ -340,8 +341,7 @@ class Report:
         for method in MAIN:
             seconds = [but_generation(entries[method]) for entries in rounds if method in entries]
             if seconds:
-                shares = shares_of_grpo(rounds, method)
-                share = spread(shares, "{:.2f}") if shares and method != "grpo" else ""
+                share = spread(shares_of_grpo(rounds, method), "{:.2f}") if method != "grpo" else ""
                 lines.append(row([method, str(len(seconds)), spread(seconds, "{:.2f}"), share]))
         return lines
 
