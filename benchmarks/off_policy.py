@@ -36,7 +36,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.generation import noting_logps
+from isopo_trl.loss.sampler import noting_logps
 from isopo_trl.token_weights import batch_figures, ratio_sums
 
 

@@ -17,7 +17,7 @@ import time
 import torch
 from setting import DEVICE, SHAPES, base_model, environment, synchronize
 
-from isopo_trl.generation import noting_logps
+from isopo_trl.loss.sampler import noting_logps
 
 
 def generate(model: torch.nn.Module, prompts: torch.Tensor, length: int, record: bool) -> float:

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.backward_thread import calling_thread
+from isopo_trl.integrations.autograd_thread import calling_thread
 from isopo_trl.layers import layer as isopo_layer
 
 

@@ -32,8 +32,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import embedded  # noqa: E402
 
-from isopo_trl.float32 import FACTOR, MOST, REST, Float32, halved, in_halves, products  # noqa: E402
 from isopo_trl.gsm8k import as_prompts, load_gsm8k  # noqa: E402
+from isopo_trl.step_size.precise_forward import FACTOR, MOST, REST, Float32, halved, in_halves, products  # noqa: E402
 
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

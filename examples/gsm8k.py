@@ -54,9 +54,9 @@ from trl import (
 )
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.bounds import check_bounds
 from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k, strict_gsm8k_reward
 from isopo_trl.gsm8k.data import INSTRUCTION, checked
+from isopo_trl.settings.ranges import check_bounds
 from isopo_trl.validation import ValidationCallback
 
 

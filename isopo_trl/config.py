@@ -6,13 +6,13 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .behaviour import DEFAULT
-from .bounds import check_bounds
 from .isopo import check_scope, check_settings
-from .optimizers import REFUSED, UNMEASURED
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
-from .settings import check_fields, checked, shown
+from .settings.ranges import check_bounds
+from .settings.types import check_fields, checked, shown
+from .step_size.drift import DEFAULT
+from .step_size.optimizers import REFUSED, UNMEASURED
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 

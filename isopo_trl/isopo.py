@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .fisher_rows.rows import KeptRows, is_state
 from .geometry.sequences import Sequences, draw_samples
-from .kept_rows import KeptRows, is_state
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
@@ -21,7 +21,7 @@ from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
 from .rules.running import EXPECTATIONS, RunningStatistics
-from .settings import checked
+from .settings.types import checked
 
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .fisher_rows.rows import Draw
 from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
-from .kept_rows import Draw
 from .kernels.coefficients import KernelLedger, usable
 from .kernels.rms_norm import Factors
 from .rules.ledger import Ledger

@@ -18,22 +18,14 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
-from . import (
-    checkpoints,
-    deepspeed_weights,
-    liger,
-    model_card,
-    optimizers,
-    reference,
-    resuming,
-    reward_functions,
-    trl_seam,
-)
-from .backward_thread import calling_thread, is_on_one_device
-from .behaviour import drift_sums
+from .checkpoints import files, generation, model_card
 from .config import ISOPOConfig
-from .deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
-from .generation import (
+from .integrations import deepspeed_weights, liger, peft_reference
+from .integrations.autograd_thread import calling_thread, is_on_one_device
+from .integrations.deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
+from .isopo import ISOPO
+from .layers.read_elsewhere import refuse_readers
+from .loss.sampler import (
     PROMPT_NUMBERS,
     Turns,
     behaviour_logps,
@@ -43,13 +35,20 @@ from .generation import (
     samples_at_temperature,
     says_what_drew_it,
 )
-from .isopo import ISOPO
-from .kl_reward import KLReward
-from .readers import refuse_readers
-from .skipping import Skipping, equal_rewards
-from .step_control import StepControl
-from .terms import Derivative, Terms
+from .loss.terms import Derivative, Terms
+from .loss.zero_advantages import Skipping, equal_rewards
+from .rewards import functions as reward_functions
+from .rewards.kl_to_reference import KLReward
+from .step_size import optimizers
+from .step_size.control import StepControl
+from .step_size.drift import drift_sums
 from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
+from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group
+from .trl_seam.generation import Generated, without_old_policy
+from .trl_seam.loans import borrowed, intercepted, results_noted
+from .trl_seam.log import add_to_log
+from .trl_seam.loss import Outputs, unequal_ranks, weighed_loss
+from .trl_seam.trainer import get_config_model_id
 
 
 logger = get_logger(__name__)
@@ -125,7 +124,7 @@ class ISOPOTrainer(GRPOTrainer):
         **kwargs: Any,
     ):
         if args is None:
-            model_name = model if isinstance(model, str) else trl_seam.get_config_model_id(model.config)
+            model_name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = ISOPOConfig(f"{model_name.split('/')[-1]}-ISOPO")
         if not isinstance(args, ISOPOConfig):
             raise TypeError(
@@ -135,7 +134,7 @@ class ISOPOTrainer(GRPOTrainer):
         weighting = ratio_loss.weighting_for(args)
         reward_functions.verify_callable(reward_funcs)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
-        with reference.base_weights_kept(model):
+        with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         backend = self.accelerator.state.dynamo_plugin.backend
         if backend != DynamoBackend.NO:
@@ -144,7 +143,7 @@ class ISOPOTrainer(GRPOTrainer):
                 "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
                 "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
-        reference.check(self.model, args.beta)
+        peft_reference.check(self.model, args.beta)
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)
@@ -234,10 +233,10 @@ class ISOPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._forget_step()
-        checkpoint = checkpoints.chosen(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = files.chosen(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             self._load_state(checkpoint)
-        with resuming.past_epochs(self, checkpoint):
+        with generation.past_epochs(self, checkpoint):
             try:
                 return super().train(str(checkpoint) if checkpoint is not None else None, *args, **kwargs)
             except BaseException:
@@ -276,7 +275,7 @@ class ISOPOTrainer(GRPOTrainer):
             if control is not None and self.accelerator.sync_gradients:
                 control.prepare()
 
-        stepping = nullcontext() if control is None else trl_seam.intercepted(engine.optimizer, "step", control.step)
+        stepping = nullcontext() if control is None else intercepted(engine.optimizer, "step", control.step)
         with before_step(engine, before), stepping:
             yield
 
@@ -305,7 +304,7 @@ class ISOPOTrainer(GRPOTrainer):
             if self.skipping is None or not self.skipping.is_idle:
                 self._log_step(self.isopo.step(grad_norm, number=self.state.global_step + 1))
             if self.skipping is not None:
-                trl_seam.log(self, "train", self.skipping.close())
+                add_to_log(self, "train", self.skipping.close())
 
     def _log_step(self, figures: dict[str, float]) -> None:
         off_policy = self.weighting.step()
@@ -319,14 +318,14 @@ class ISOPOTrainer(GRPOTrainer):
         norm = figures.pop("grad_norm", 0.0)
         if not math.isfinite(norm):
             _refuse_norm(norm, multiplier=figures["multiplier_max"])
-        trl_seam.log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
+        add_to_log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
         self._log_off_policy("train", off_policy)
 
     def _log_off_policy(self, mode: str, figures: dict[str, torch.Tensor]) -> None:
         if figures:
             values = torch.stack(list(figures.values())).tolist()
             named_values = zip(figures, values, strict=True)
-            trl_seam.log(self, mode, {f"off_policy/{name}": value for name, value in named_values})
+            add_to_log(self, mode, {f"off_policy/{name}": value for name, value in named_values})
 
     # The loss
 
@@ -336,7 +335,7 @@ class ISOPOTrainer(GRPOTrainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _compute_loss(self, model, inputs):
-        batch = trl_seam.Batch(inputs)
+        batch = Batch(inputs)
         advantages = batch.advantages
         if advantages.dim() != 1:
             raise ValueError(
@@ -364,8 +363,8 @@ class ISOPOTrainer(GRPOTrainer):
         asks_older = self.terms.needs_behaviour
         forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
         catch = self._goes_back_twice and self.is_deepspeed_enabled
-        unequal = trl_seam.unequal_ranks(self) if train and self.skipping is not None else nullcontext()
-        weighed = trl_seam.weighed_loss(self, batch, forward, self.terms.are_balance)
+        unequal = unequal_ranks(self) if train and self.skipping is not None else nullcontext()
+        weighed = weighed_loss(self, batch, forward, self.terms.are_balance)
         with unequal, caught_outputs(model, catch) as outputs, weighed as given:
             loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
         if train and self.step_control is not None:
@@ -420,7 +419,7 @@ class ISOPOTrainer(GRPOTrainer):
         return loss + (value - loss).detach()
 
     def _log_weighted(self, weighted: Weighted) -> None:
-        trl_seam.log(self, "train" if self.model.training else "eval", weighted.figures)
+        add_to_log(self, "train" if self.model.training else "eval", weighted.figures)
         if not torch.is_grad_enabled() and weighted.sums is not None:
             self._log_off_policy("eval", self.weighting.figures(weighted.sums))
 
@@ -428,7 +427,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         group: Any = self.args.num_generations
-        with trl_seam.shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
+        with shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
         return self.skipping.next_microbatch() if self.skipping and self.skipping.is_training else inputs
 
@@ -438,7 +437,7 @@ class ISOPOTrainer(GRPOTrainer):
         turns = Turns(policy.get_base_model() if is_peft_model(policy) else policy, self.temperature)
         by_transformers = not (self.use_vllm or self.use_transformers_continuous_batching)
 
-        def generated(rollout: trl_seam.Generated) -> bool:
+        def generated(rollout: Generated) -> bool:
             if self.kl_reward is not None:
                 # What tokens were drawn with may be of another temperature, or truncated; a rollout_func is trusted
                 own = self.rollout_func is not None or turns.drawn_by_policy
@@ -452,8 +451,8 @@ class ISOPOTrainer(GRPOTrainer):
         rewards: list[torch.Tensor] = []
         with (
             listening,
-            trl_seam.noted(self, "_calculate_rewards", rewards),
-            trl_seam.generation(self, single_turn=single_turn, generated=generated),
+            results_noted(self, "_calculate_rewards", rewards),
+            without_old_policy(self, single_turn=single_turn, generated=generated),
         ):
             batch = super()._generate_and_score_completions(inputs)
         if training and self.isopo.rule.needs.ntk:
@@ -475,7 +474,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         functions = map(reward_functions.checked, self.reward_funcs, self.reward_func_names)
-        with trl_seam.borrowed(self, reward_funcs=list(functions)):
+        with borrowed(self, reward_funcs=list(functions)):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         aggregation = self.args.multi_objective_aggregation
         normalised = self.args.scale_rewards != "none" or aggregation == "normalize_then_sum"
@@ -500,19 +499,19 @@ class ISOPOTrainer(GRPOTrainer):
         # First: what follows pushes the folder to the Hub and removes older checkpoints
         folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = os.path.join(self._get_output_dir(trial=trial), folder)
-        resuming.save(self, folder)
+        generation.save(self, folder)
         if self.args.should_save:
             os.makedirs(folder, exist_ok=True)
             state = {
                 **self.isopo.state_dict(),
                 "weighting": self._chosen(),
                 "save_only_model": bool(self.args.save_only_model),
-                "position": resuming.position(self),
+                "position": generation.position(self),
                 "optimizer_steps": self._optimizer_steps,
             }
             if self.step_control is not None:
                 state["step_control"] = self.step_control.state_dict()
-            torch.save(state, os.path.join(folder, checkpoints.STATE_FILE))
+            torch.save(state, os.path.join(folder, files.STATE_FILE))
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -525,9 +524,9 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _issue_warnings_after_load(self, load_result):
         """Where weights are missing, a warning is all that transformers has for it, and they begin anew."""
-        lost = checkpoints.lost(self.model, load_result.missing_keys)
+        lost = files.lost(self.model, load_result.missing_keys)
         if lost:
-            checkpoints.load_converted(self.model, self._loaded_from, lost)
+            files.load_converted(self.model, self._loaded_from, lost)
         else:
             super()._issue_warnings_after_load(load_result)
 
@@ -538,8 +537,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _load_state(self, checkpoint: Path) -> None:
         """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""
-        state = checkpoints.read(checkpoint)
-        path, own = checkpoint / checkpoints.STATE_FILE, self._chosen()
+        state = files.read(checkpoint)
+        path, own = checkpoint / files.STATE_FILE, self._chosen()
         saved = state.get("weighting", own)  # early checkpoints do not have it
         if saved.get("token_weights") == "none":  # or have nothing in it of clipping, which there was not
             saved = {**dict.fromkeys(ratio_loss.RANGE), **saved}
@@ -555,14 +554,14 @@ class ISOPOTrainer(GRPOTrainer):
             self.isopo.load_state_dict(state)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        needed = [trl_seam.REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
-        if resuming.restore(self, checkpoint, state.get("position"), needed):
+        needed = [REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
+        if generation.restore(self, checkpoint, state.get("position"), needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
         if self.step_control is not None:
             self.step_control.load_state_dict(state.get("step_control", {}))
         if changes:
             logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
-        missing = checkpoints.missing(checkpoint)
+        missing = files.missing(checkpoint)
         if missing:
             logger.warning(
                 f"{checkpoint} has no {', '.join(missing)} (save_only_model=True leaves them out): what they hold "
@@ -599,7 +598,7 @@ class _Forward:
         watched (`bool`): whether the drift from the policy that drew the tokens is asked for.
     """
 
-    outputs: trl_seam.Outputs
+    outputs: Outputs
     broken: torch.Tensor  # number of sequences whose log-probabilities are not finite
     weighted: Weighted
     older: torch.Tensor | None = None  # [B, C], as far as known, where an older policy drew the tokens
@@ -608,7 +607,7 @@ class _Forward:
     def __init__(
         self,
         weighting: Weighting,
-        batch: trl_seam.Batch,
+        batch: Batch,
         advantages: torch.Tensor,
         optimizer_steps: int,
         asks_older: bool = False,
@@ -623,7 +622,7 @@ class _Forward:
         # The weights, where an unscaled term asks what the loss makes of them
         self.differentiated: list[torch.Tensor] = []
 
-    def __call__(self, outputs: trl_seam.Outputs) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    def __call__(self, outputs: Outputs) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         self.outputs, logps, mask = outputs, outputs.logps, self._batch.counted
         self.broken = (~torch.isfinite(logps.detach()) & self._batch.scored.bool()).any(dim=1).sum()
         if self._asks_older and not is_fresh(self._batch, self._optimizer_steps):

@@ -17,7 +17,7 @@ from transformers.utils import is_triton_available
 from ..geometry.routing import Routing
 from ..geometry.sequences import SampleRows, Samples
 from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, KernelLedger, _interacting, _non_interacting, tiles
-from .kept_rows import LARGE_BLOCK, _square_sum
+from .fisher_rows import LARGE_BLOCK, _square_sum
 from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 from .linear import _by_row, _pipeline, _row_products
 

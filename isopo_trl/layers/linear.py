@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Samples
 from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
-from ..kernels import kept_rows as kept_kernels
+from ..kernels import fisher_rows as kept_kernels
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
 from ..kernels.coefficients import usable

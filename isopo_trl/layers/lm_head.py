@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import trl_seam
 from ..geometry.cost import KEPT_LIMIT, Needs, Strategy, aligned, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import (
@@ -31,6 +30,15 @@ from ..kernels.coefficients import usable
 from ..kernels.v import VSums
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
+from ..trl_seam.head import (
+    HEAD_WEIGHT,
+    ChunkedLogProbFunction,
+    add_head,
+    gathered_head,
+    head_uses_triton,
+    logits_gradient_tile,
+    remove_head,
+)
 from .layer import Unsupported, full_shape, has_own_forward, layer_backward, take_aside
 from .linear import LinearLayer
 
@@ -52,12 +60,12 @@ class LMHeadLayer(LinearLayer):
         return True
 
     def attach(self) -> None:
-        trl_seam.add_head(self)
+        add_head(self)
         if type(self.module).forward is nn.Linear.forward and not has_own_forward(self.module):
             super().attach()
 
     def detach(self) -> None:
-        trl_seam.remove_head(self)
+        remove_head(self)
         if self.module.__dict__.get("_isopo_layer") is self:
             super().detach()
 
@@ -73,7 +81,7 @@ class LMHeadLayer(LinearLayer):
         """Stand in for `ChunkedLogProbFunction.apply`, same arguments and outputs, in a microbatch."""
         microbatch = self.microbatch
         assert microbatch is not None
-        microbatch.in_graph.append(args[trl_seam.HEAD_WEIGHT])
+        microbatch.in_graph.append(args[HEAD_WEIGHT])
         return _ChunkedLMHead.apply(*args, self, microbatch)
 
 
@@ -153,7 +161,7 @@ def _hidden_gradient(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Te
     hidden, weight, bias, *_ = ctx.saved_tensors
     a = hidden.to(ctx.compute_dtype)
     result = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype))
-    with trl_seam.gathered_head(weight, bias):
+    with gathered_head(weight, bias):
         for part, tile in _tiles(ctx, a, grad, grad_entropy):
             result += product(tile, weight[part].to(tile.dtype))
     return result
@@ -168,7 +176,7 @@ class _ChunkedLMHead(torch.autograd.Function):
     def forward(ctx, *args):
         *own, ctx.layer, ctx.microbatch = args
         ctx.sequences, ctx.row_of = head_rows(own[0].shape[0], ctx.microbatch)
-        return trl_seam.ChunkedLogProbFunction.forward(ctx, *own)
+        return ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
     @layer_backward(_of_term)
@@ -180,7 +188,7 @@ class _ChunkedLMHead(torch.autograd.Function):
             )
         hidden, weight, bias, *_ = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        with trl_seam.gathered_head(weight, bias):
+        with gathered_head(weight, bias):
             gradients = _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight, needs_bias)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
@@ -339,7 +347,7 @@ def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
     scale of the logits, as TRL's backward does.
     """
     width = tile.shape[1]
-    triton = trl_seam.head_uses_triton(tile.device)
+    triton = head_uses_triton(tile.device)
     only_logps = grad is not None and of_entropy is None
     if only_logps and not triton and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
         # In place, in a third of the passes over memory that TRL's version for devices without Triton makes
@@ -349,7 +357,7 @@ def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
         place = targets - start
         hit = torch.where((place >= 0) & (place < width), slope, 0)
         return tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), hit.unsqueeze(1))
-    return trl_seam.logits_gradient_tile(tile, targets, log_z, grad, of_entropy, start, settings)
+    return logits_gradient_tile(tile, targets, log_z, grad, of_entropy, start, settings)
 
 
 def _buffer(ctx: Any, a: torch.Tensor, width: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from ..geometry.cost import Needs
 from ..geometry.statistics import Statistics
-from ..settings import check_fields
+from ..settings.types import check_fields
 
 
 SCALES = ("relative", "paper")

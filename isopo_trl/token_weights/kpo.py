@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..generation import samples_at_temperature
 from ..geometry.statistics import scalar_dtype
+from ..loss.sampler import samples_at_temperature
 from .weighting import Tokens, Weighted, Weighting, register
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trl import GRPOConfig
 
-from ..generation import samples_at_temperature
+from ..loss.sampler import samples_at_temperature
 from .sampler import SamplerCorrection
 from .weighting import Tokens, Weighted, Weighting, named
 

@@ -16,9 +16,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import is_matplotlib_available
 from trl import GRPOTrainer
 
-from .. import trl_seam
 from ..gsm8k import gsm8k_reward
-from ..reward_functions import rewards as checked_rewards
+from ..rewards.functions import rewards as checked_rewards
+from ..trl_seam.generation import is_conversational, is_vision_model
+from ..trl_seam.rewards import get_callable_name
 from .completions import complete, decoding, log_probabilities
 from .curves import STATE, draw
 from .initial_policy import InitialPolicy, kl_estimates
@@ -99,7 +100,7 @@ class ValidationCallback(TrainerCallback):
                 "ValidationCallback completes each prompt once, which is not what tools, environments or a "
                 "`rollout_func` do: pass an `eval_dataset` to the trainer instead."
             )
-        if trl_seam.is_vision_model(trainer) and kl_prompts:
+        if is_vision_model(trainer) and kl_prompts:
             raise ValueError("The KL divergence of a vision-language model is not supported: set kl_prompts=0.")
         args: Any = trainer.args
         self.trainer: Any = trainer
@@ -222,7 +223,7 @@ class ValidationCallback(TrainerCallback):
                 _, completion_ids = self._complete(rows["prompt"])
                 batch = self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
                 completions: list[Any] = batch
-                if trl_seam.is_conversational({"prompt": rows["prompt"][0]}):
+                if is_conversational({"prompt": rows["prompt"][0]}):
                     completions = [[{"role": "assistant", "content": text}] for text in batch]
                 rewards = self._rewards(rows, completions, completion_ids)
                 self._advance(bar, real)
@@ -237,7 +238,7 @@ class ValidationCallback(TrainerCallback):
         if scored_count:
             return {"validation/accuracy": total / scored_count, **figures}
         logger.warning(
-            f"The reward function {trl_seam.get_callable_name(self.reward_func)!r} returned None for each of the "
+            f"The reward function {get_callable_name(self.reward_func)!r} returned None for each of the "
             f"{int(count)} validation prompts, so validation/accuracy is not logged: does the data have the columns "
             "that it reads?"
         )
@@ -262,7 +263,7 @@ class ValidationCallback(TrainerCallback):
         if inspect.iscoroutine(rewards):
             with ThreadPoolExecutor(1) as thread:  # in a notebook, this one has an event loop already
                 rewards = thread.submit(asyncio.run, rewards).result()
-        return checked_rewards(rewards, trl_seam.get_callable_name(self.reward_func))
+        return checked_rewards(rewards, get_callable_name(self.reward_func))
 
     def _kl(self, initial: InitialPolicy, bar: tqdm) -> float:
         batches = []

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-from .. import trl_seam
+from ..trl_seam.batch import pad, pad_token_id
+from ..trl_seam.generation import generate_completions
+from ..trl_seam.loans import borrowed
+from ..trl_seam.scoring import disable_gradient_checkpointing, score_completions
 
 
 def complete(trainer: Any, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
     """Token ids of the prompts (texts or messages), and of one completion of each."""
-    prompt_ids, completion_ids = trl_seam.complete(trainer, prompts)
+    prompt_ids, completion_ids = generate_completions(trainer, prompts)
     trainer.model.eval()  # continuous batching leaves it in training mode
     return prompt_ids, completion_ids
 
@@ -20,14 +23,14 @@ def log_probabilities(
     trainer: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the completions' tokens at the training temperature, and the mask of tokens, `[B, C]`."""
-    device, padding = trainer.accelerator.device, trl_seam.pad_token_id(trainer)
+    device, padding = trainer.accelerator.device, pad_token_id(trainer)
     ids, masks = [], []
     for rows, side in ((prompt_ids, "left"), (completion_ids, "right")):
-        ids.append(trl_seam.pad([torch.tensor(row) for row in rows], padding, padding_side=side))
-        masks.append(trl_seam.pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, padding_side=side))
+        ids.append(pad([torch.tensor(row) for row in rows], padding, padding_side=side))
+        masks.append(pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, padding_side=side))
     input_ids, attention_mask = torch.cat(ids, 1).to(device), torch.cat(masks, 1).to(device)
-    with trl_seam.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
-        logps = trl_seam.score(
+    with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
+        logps = score_completions(
             trainer,
             trainer.model,
             input_ids,
@@ -43,11 +46,11 @@ def decoding(trainer: Any, greedy: bool) -> AbstractContextManager[None]:
     if trainer.use_vllm:
         engine = trainer.vllm_generation
         changed = {"temperature": 0.0} if greedy else {"seed": trainer.args.seed}
-        return trl_seam.borrowed(engine, generation_kwargs={**(engine.generation_kwargs or {}), **changed})
+        return borrowed(engine, generation_kwargs={**(engine.generation_kwargs or {}), **changed})
     if not greedy:
         return nullcontext()
     settings = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}
     config = copy.deepcopy(trainer.generation_config)
     config.update(**settings)
     kwargs = {**trainer.generation_kwargs, **settings}
-    return trl_seam.borrowed(trainer, generation_config=config, generation_kwargs=kwargs)
+    return borrowed(trainer, generation_config=config, generation_kwargs=kwargs)

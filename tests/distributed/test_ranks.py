@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from isopo_trl import ISOPO
-from tests import test_step_scope as step_scope
 from tests.distributed import worker
 from tests.distributed.process_group import launch, load_runs
+from tests.fisher_rows import test_step_scope as step_scope
 
 
 pytestmark = pytest.mark.distributed

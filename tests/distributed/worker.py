@@ -31,11 +31,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer, kept_weights
+from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.geometry.reservoir import content_keys
+from isopo_trl.step_size import taken_back
 from tests import oracle, tiny
-from tests import test_step_scope as step_scope
 from tests.distributed.process_group import RANK, WORLD, Sharded, full_weights, save_runs
+from tests.fisher_rows import test_step_scope as step_scope
 
 
 STEPS = 3
@@ -367,7 +368,7 @@ def run(output, mode, rule, weights):
         settings |= {"learning_rate": 0.3, "adam_epsilon": 1e-4}
         with MonkeyPatch.context() as patch:
             if mode == "undone":
-                patch.setattr(kept_weights, "SMALL", 0)
+                patch.setattr(taken_back, "SMALL", 0)
             model, isopo, result = train(output, rule, weights, kind=ShardsByHand if WORLD > 1 else ByHand, **settings)
     elif mode in ("trainer", "zero2", "zero3"):
         stage = None if mode == "trainer" else int(mode[-1])

@@ -3,14 +3,7 @@
 import pytest
 
 from isopo_trl.geometry import cost
-from isopo_trl.geometry.cost import (
-    KEPT_BY_KERNELS,
-    KEPT_LIMIT,
-    Needs,
-    block_rows,
-    choose_strategy,
-    relative_costs,
-)
+from isopo_trl.geometry.cost import KEPT_BY_KERNELS, KEPT_LIMIT, Needs, block_rows, choose_strategy, relative_costs
 
 
 OVERLAP, NORM, NTK = Needs(overlap=True), Needs(norm=True), Needs(ntk=True)

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from isopo_trl.gsm8k import (
-    format_reward,
-    gsm8k_reward,
-    math_verify_reward,
-    rewards,
-    strict_gsm8k_reward,
-)
+from isopo_trl.gsm8k import format_reward, gsm8k_reward, math_verify_reward, rewards, strict_gsm8k_reward
 from tests import training
 
 

@@ -1,7 +1,7 @@
 """
 What tests of the Triton kernels share: random batches, and the comparison of a ledger with plain PyTorch in float64.
 
-On a CPU the kernels run under Triton's interpreter (`TRITON_INTERPRET=1`, see `tests/test_interpreted.py`); with a GPU
+On a CPU the kernels run under Triton's interpreter (`TRITON_INTERPRET=1`, see `test_interpreted.py`); with a GPU
 the same tests take them as they are compiled there.
 """
 

@@ -1,7 +1,7 @@
 """
 Coefficients inside the kernels against the rules in plain PyTorch, in linear layers and in elementwise parameters.
 
-On a CPU they run under Triton's interpreter (`TRITON_INTERPRET=1`, see `tests/test_interpreted.py`); with a GPU these
+On a CPU they run under Triton's interpreter (`TRITON_INTERPRET=1`, see `test_interpreted.py`); with a GPU these
 files test them as they are compiled there.
 """
 

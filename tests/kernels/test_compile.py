@@ -9,7 +9,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
-from isopo_trl.kernels import divergence, elementwise, experts, halves, kept_rows, linear, rms_norm, v
+from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, halves, linear, rms_norm, v
 from isopo_trl.kernels import launch as launching
 from isopo_trl.kernels.coefficients import KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm, experts, kept_rows, halves, divergence)
+MODULES = (linear, v, elementwise, rms_norm, experts, fisher_rows, halves, divergence)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -236,17 +236,17 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     source = tensor(n, dtype=torch.int64)
-    kept_rows.overlap_coefficients(
+    fisher_rows.overlap_coefficients(
         g, a, True, sequences, samples, ledger, 0, into=(*(samples.g, samples.inputs), source)
     )
-    kept_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
-    kept_rows.put({"g": tensor(n, p)}, {"g": g}, source)
+    fisher_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
+    fisher_rows.put({"g": tensor(n, p)}, {"g": g}, source)
     E, k = 16, 4
     choices = tensor(m * T, k, dtype=torch.int64)
     rows = {"g": tensor(m * T * k, p, dtype=dtype), "a": tensor(m * T * k, d, dtype=dtype)}
     of_experts = {"g": tensor(n, k, p, dtype=dtype), "a": tensor(n, k, d, dtype=dtype), "choices": choices[:n]}
     places = tensor(m * T * k, dtype=torch.int64)
-    kept_rows.put_routed(of_experts, *rows.values(), choices, places, source)
+    fisher_rows.put_routed(of_experts, *rows.values(), choices, places, source)
     routing = Routing(choices, E, m, places, places)
     experts.expert_coefficients(*rows.values(), True, routing, SampleRows(**of_experts), ledger, 0)
     kernels = {"_kept_overlap_kernel", "_put_kernel", "_put_routed_kernel"}

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from isopo_trl import step_kl
 from isopo_trl.kernels import divergence, launch
+from isopo_trl.step_size import measurement
 from tests.kernels import batches
 from tests.kernels.batches import DEVICE
 
@@ -32,7 +32,7 @@ def test_divergences_are_those_of_float64(size, change):
     for scale in (1, 8):
         before, after = logits(3, size, scale, change)
         assert divergence.usable(before, after)
-        found = step_kl.of_distributions(before, after)
+        found = measurement.of_distributions(before, after)
         assert found.dtype == torch.float32 and (found >= 0).all()
         torch.testing.assert_close(found.double(), exact(before, after), rtol=3e-3, atol=1e-11)
 
@@ -62,10 +62,10 @@ def test_tokens_that_cannot_occur_are_as_in_plain_pytorch(size, monkeypatch):
     after[3:5] -= 900
     before[5, 1] = math.nan
     after[6, 2] = math.inf
-    found = step_kl.of_distributions(before, after)
+    found = measurement.of_distributions(before, after)
     monkeypatch.setattr(launch, "ENABLED", False)
     assert not divergence.usable(before, after)
-    expected = step_kl.of_distributions(before, after)
+    expected = measurement.of_distributions(before, after)
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-3, atol=1e-9)
     assert found[[0, 2, 3, 4]].isfinite().all() and found[1] == math.inf and found[5:].isnan().all()
 
@@ -75,5 +75,5 @@ def test_other_logits_take_the_plain_way():
     assert not divergence.usable(before.double(), after.double())
     assert not divergence.usable(before[:, :5], after[:, :5])
     assert not divergence.usable(before[:0], after[:0])
-    found = step_kl.of_distributions(before[:, :5], after[:, :5])
+    found = measurement.of_distributions(before[:, :5], after[:, :5])
     torch.testing.assert_close(found.double(), exact(before[:, :5], after[:, :5]), rtol=1e-4, atol=0)

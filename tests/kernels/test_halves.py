@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from isopo_trl import float32
 from isopo_trl.kernels import halves, launch
 from isopo_trl.kernels.launch import INTERPRET
+from isopo_trl.step_size import precise_forward
 from tests.kernels import batches
 from tests.kernels.batches import DEVICE
 
@@ -35,7 +35,7 @@ def same_bits(found, expected):
     )
 
 
-@pytest.mark.parametrize("most", [2.0**15, float32.MOST])
+@pytest.mark.parametrize("most", [2.0**15, precise_forward.MOST])
 @pytest.mark.parametrize("factor", [1.0, 16.0, 1 / 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -43,27 +43,27 @@ def test_numbers_have_the_bits_of_plain_pytorch(shape, dtype, factor, most, monk
     values = numbers(*shape, dtype=dtype)
     given = values.clone()
     assert halves.usable(values)
-    found = float32.halved(values, factor, most)
+    found = precise_forward.halved(values, factor, most)
     assert torch.equal(values, given)
     monkeypatch.setattr(launch, "ENABLED", False)
     assert not halves.usable(values)
-    assert same_bits(found, float32.halved(values, factor, most)) and torch.equal(values, given)
+    assert same_bits(found, precise_forward.halved(values, factor, most)) and torch.equal(values, given)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_parts_of_a_weight_have_the_bits_of_plain_pytorch(shape, monkeypatch):
     weight = numbers(*shape)
-    found = float32.in_halves(weight)
+    found = precise_forward.in_halves(weight)
     monkeypatch.setattr(launch, "ENABLED", False)
-    assert all(map(same_bits, found, float32.in_halves(weight)))
+    assert all(map(same_bits, found, precise_forward.in_halves(weight)))
 
 
 def test_rows_of_a_weight_may_begin_anywhere(monkeypatch):
     parts = numbers(9, 33).split(4)
-    found = [float32.in_halves(part) for part in parts]
+    found = [precise_forward.in_halves(part) for part in parts]
     monkeypatch.setattr(launch, "ENABLED", False)
     for part, both in zip(parts, found, strict=True):
-        assert all(map(same_bits, both, float32.in_halves(part)))
+        assert all(map(same_bits, both, precise_forward.in_halves(part)))
 
 
 NO_NUMBERS = [float("nan"), float("inf"), -float("inf"), 1.0]
@@ -73,7 +73,7 @@ NO_NUMBERS = [float("nan"), float("inf"), -float("inf"), 1.0]
 def test_a_weight_that_is_no_number_stays_none(kernels, monkeypatch):
     monkeypatch.setattr(launch, "ENABLED", kernels)
     weight = torch.tensor([NO_NUMBERS], device=DEVICE)
-    high, low = float32.in_halves(weight)
+    high, low = precise_forward.in_halves(weight)
     assert (high.float() + low.float()).isfinite().tolist() == [[False, False, False, True]]
 
 
@@ -81,7 +81,7 @@ def test_a_weight_that_is_no_number_stays_none(kernels, monkeypatch):
 def test_numbers_that_are_too_large_are_cut_and_those_that_are_none_stay_none(kernels, monkeypatch):
     monkeypatch.setattr(launch, "ENABLED", kernels)
     values = torch.tensor([*NO_NUMBERS, 1e30, -1e30, 70000.0], device=DEVICE)
-    found = float32.halved(values, 1.0, 2.0**15)
+    found = precise_forward.halved(values, 1.0, 2.0**15)
     expected = torch.tensor([*NO_NUMBERS, 2.0**15, -(2.0**15), 2.0**15], device=DEVICE)
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -90,8 +90,8 @@ def test_numbers_that_are_too_large_are_cut_and_those_that_are_none_stay_none(ke
 def test_large_weights_have_both_parts(kernels, monkeypatch):
     monkeypatch.setattr(launch, "ENABLED", kernels)
     weight = torch.tensor([2047.9, 2048.9998, 3000.7, 4093.99, -4000.3, 5000.0, -1e30], device=DEVICE)
-    high, low = float32.in_halves(weight).double()
-    both = high / float32.FACTOR + low / (float32.FACTOR * float32.REST)
+    high, low = precise_forward.in_halves(weight).double()
+    both = high / precise_forward.FACTOR + low / (precise_forward.FACTOR * precise_forward.REST)
     torch.testing.assert_close(both, weight.double().clamp(-4094, 4094), rtol=2**-20, atol=0)
 
 
@@ -104,5 +104,7 @@ def test_other_tensors_take_the_plain_way():
     for other in (values.T, values[:, :4], values.double(), values[:0], values.as_subclass(Other)):
         assert not halves.usable(other)
     assert halves.usable(torch.nn.Parameter(values))
-    found = float32.halved(values.T, 1.0, float32.MOST)
-    torch.testing.assert_close(found.float(), values.T.clamp(-float32.MOST, float32.MOST).half().float())
+    found = precise_forward.halved(values.T, 1.0, precise_forward.MOST)
+    torch.testing.assert_close(
+        found.float(), values.T.clamp(-precise_forward.MOST, precise_forward.MOST).half().float()
+    )

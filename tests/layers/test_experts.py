@@ -17,7 +17,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from isopo_trl import ISOPO
 from isopo_trl.geometry.routing import Routing
-from tests import mixtures, oracle, tiny
+from tests import oracle, tiny
+from tests.gradients import mixtures
 from tests.layers.harness import Holder
 
 

@@ -10,7 +10,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from isopo_trl import ISOPO
-from tests import mixtures
+from tests.gradients import mixtures
 from tests.layers.harness import Holder
 
 

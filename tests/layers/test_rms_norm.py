@@ -1,7 +1,7 @@
 """
 RMSNorm: which modules are recognised, and the fused layers, trained and frozen, against the modules themselves.
 
-The kernels run on a GPU or, on a CPU, under Triton's interpreter (see `tests/test_interpreted.py`).
+The kernels run on a GPU or, on a CPU, under Triton's interpreter (see `tests/kernels/test_interpreted.py`).
 """
 
 import copy

@@ -13,7 +13,7 @@ from isopo_trl.rules.diagnostics import Diagnostics, pair_cosines
 from isopo_trl.rules.ledger import Ledger
 from isopo_trl.rules.rule import Coefficients
 from tests import oracle, training
-from tests.test_oracle import backward, build, trainer_for
+from tests.gradients.test_oracle import backward, build, trainer_for
 
 
 PROMPTS = [[0, 0, 1, 1], [2, 1, 2, 2]]  # of two microbatches; a prompt may be in both, but no pair is

@@ -11,7 +11,7 @@ from isopo_trl import ISOPO
 from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.rules import registry
 from tests import oracle
-from tests.test_oracle import backward, build, check, trainer_for
+from tests.gradients.test_oracle import backward, build, check, trainer_for
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "rules.md"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import oracle
-from tests.test_oracle import build, check
+from tests.gradients.test_oracle import build, check
 
 
 # name: settings of the configuration

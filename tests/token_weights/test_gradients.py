@@ -5,7 +5,7 @@ import torch
 import trl.trainer.utils
 
 from tests import oracle, tiny
-from tests.test_oracle import RULES, build, check, everything_in_float64, trainer_for  # noqa: F401
+from tests.gradients.test_oracle import RULES, build, check, everything_in_float64, trainer_for  # noqa: F401
 from tests.token_weights.definition import (
     ALL,
     FAMILIES,

@@ -7,12 +7,13 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from isopo_trl import ISOPOConfig, ISOPOTrainer, trl_seam
+from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.token_weights import NoWeighting, RatioLoss, Tokens, Weighted
 from isopo_trl.token_weights.ratio_loss import LOSS_TYPES, clipping_range, signs, takes_ratio, weighting_for
+from isopo_trl.trl_seam.loans import borrowed, intercepted
+from isopo_trl.trl_seam.scoring import score_completions
 from tests import oracle, tiny, training
-from tests.test_oracle import RULES, build, trainer_for
-from tests.test_trainer_sampling import sampled
+from tests.gradients.test_oracle import RULES, build, trainer_for
 from tests.token_weights.definition import (
     Expected,
     Reference,
@@ -22,6 +23,7 @@ from tests.token_weights.definition import (
     ragged_batch,
     scored_tokens,
 )
+from tests.trainer.test_sampling import sampled
 
 
 # name: settings of the configuration. TRL holds SAPO's and VESPO's in float32, so these are numbers that it can hold
@@ -178,7 +180,7 @@ def scored(trainer, batch):
     """Log-probabilities `[B, C]` of the completions."""
     ids, mask = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
     with torch.no_grad():
-        return trl_seam.score(trainer, trainer.model, ids, mask, batch["completion_ids"].shape[1])
+        return score_completions(trainer, trainer.model, ids, mask, batch["completion_ids"].shape[1])
 
 
 def stale(trainer, advantages=(1.3, -0.7, 0.4, 0.0, -0.3)):
@@ -209,9 +211,9 @@ def test_loss_of_trl_is_proportional_to_an_advantage_of_either_sign(loss_type, l
         leaf = logps.clone().requires_grad_()
         output = (leaf, torch.zeros_like(leaf), None)
         with (
-            trl_seam.borrowed(grpo, **settings),
-            trl_seam.borrowed(grpo.args, delta=delta),
-            trl_seam.intercepted(grpo, "_get_per_token_logps_and_entropies", lambda *_, **__: output),
+            borrowed(grpo, **settings),
+            borrowed(grpo.args, delta=delta),
+            intercepted(grpo, "_get_per_token_logps_and_entropies", lambda *_, **__: output),
         ):
             loss = grpo._compute_loss(grpo.model, {**batch, "advantages": advantages})
         return torch.autograd.grad(loss, leaf)[0]

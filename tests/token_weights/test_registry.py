@@ -10,7 +10,7 @@ import torch
 from isopo_trl import ISOPOConfig
 from isopo_trl.token_weights import WEIGHTINGS, Tokens, Unscaled, Weighted, Weighting, register
 from tests import oracle, training
-from tests.test_oracle import build, check, everything_in_float64, trainer_for  # noqa: F401
+from tests.gradients.test_oracle import build, check, everything_in_float64, trainer_for  # noqa: F401
 from tests.token_weights.definition import (
     backward,
     forward,

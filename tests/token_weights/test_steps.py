@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 
 from isopo_trl import ISOPOTrainer
 from tests import oracle, training
-from tests.test_oracle import RULES, build, check, everything_in_float64, trainer_for, updated_means  # noqa: F401
+from tests.gradients.test_oracle import RULES, build, check, everything_in_float64, trainer_for, updated_means  # noqa: F401
 from tests.token_weights.definition import (
     ALL,
     WEIGHTS,

@@ -1,0 +1,178 @@
+"""
+The terms of the loss that carry no advantage, and that no rule may rescale: the KL divergence to the reference model,
+the entropy bonus, and the load-balancing loss of mixtures of experts.
+
+TRL's own loss computes them, since with advantages of zero it consists of nothing else: it is called once more, on
+what the one forward pass has returned. Only the load-balancing loss, which has no part in what policies are compared
+by, can stay in the loss where it is alone, and its derivative is asked for by itself. From there they need a backward
+pass of their own, or none where they vanish.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..token_weights.ratios import log_ratios
+from ..trl_seam.batch import Batch
+from ..trl_seam.log import add_all_to_log, figures_apart
+from ..trl_seam.loss import Outputs, figures_of_policy, terms_of_loss
+
+
+Loss = Callable[[Batch], torch.Tensor]  # TRL's
+Figures = dict[str, list[float]]  # to be logged
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """
+    How a term depends on an output of the forward pass.
+
+    Args:
+        output (`torch.Tensor`): log-probabilities or entropies `[B, C]`, or the load-balancing loss, with gradient.
+        slope (`torch.Tensor`): of the same shape, the term's derivative with respect to it.
+    """
+
+    output: torch.Tensor
+    slope: torch.Tensor
+
+    @property
+    def vanishes(self) -> torch.Tensor:
+        """A bool, on the device."""
+        return ~(self.slope != 0).any()
+
+    @property
+    def term(self) -> torch.Tensor:
+        """Scalar with the term's gradient."""
+        return (self.slope * self.output).sum()
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """
+    The terms of one microbatch.
+
+    Args:
+        value (`torch.Tensor`): scalar, without gradient.
+        derivatives (`list[Derivative]`): one for each output of the forward pass that they depend on.
+        figures (`Figures`): what TRL logs of them.
+    """
+
+    value: torch.Tensor
+    derivatives: list[Derivative] = field(default_factory=list)
+    figures: Figures = field(default_factory=dict)
+
+
+class Terms:
+    """
+    The terms that a trainer's settings ask for.
+
+    Args:
+        trainer ([`ISOPOTrainer`]): the trainer.
+
+    Attributes:
+        settings (`list[str]`): the settings, as `name=value`; empty where there are no terms.
+        needs_behaviour (`bool`): whether the KL divergence is corrected by the ratio to the policy that drew the
+            tokens, and this can be an older one.
+        needs_reference (`bool`): whether there is a KL divergence to the reference model in the loss.
+        are_balance (`bool`): whether there is the load-balancing loss alone: it is left in the policy's then, and
+            TRL's loss need not be called again.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        args = trainer.args
+        adaptive = trainer.use_adaptive_entropy
+        coefficients = {
+            "beta": 0.0 if args.kl_in_reward else trainer.beta,
+            "use_adaptive_entropy": adaptive,
+            "entropy_coef": 0.0 if adaptive else trainer.entropy_coef,
+            "router_aux_loss_coef": trainer.router_aux_loss_coef if trainer.aux_loss_enabled else 0.0,
+        }
+        self.settings = [f"{name}={value}" for name, value in coefficients.items() if value]
+        self.needs_reference = bool(coefficients["beta"])
+        self.are_balance = [name for name, value in coefficients.items() if value] == ["router_aux_loss_coef"]
+        self._has_bonus = bool(adaptive or coefficients["entropy_coef"])
+        every = args.steps_per_generation * args.num_iterations  # microbatches for which a generation serves
+        stale = args.gradient_accumulation_steps % every != 0
+        self.needs_behaviour = self.needs_reference and args.use_bias_correction_kl and stale
+
+    def __bool__(self) -> bool:
+        return bool(self.settings)
+
+    def chosen(self) -> dict[str, Any]:
+        """The settings of the terms by which a checkpoint knows them again."""
+        names = ("beta", "kl_in_reward", "use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy")
+        # Of the arguments, since an adaptive coefficient moves; but for the one that may be the model's
+        return {
+            **{name: getattr(self._trainer.args, name) for name in names},
+            "router_aux_loss_coef": self._trainer.router_aux_loss_coef if self._trainer.aux_loss_enabled else 0.0,
+        }
+
+    def of_policy(self, loss: Loss, batch: Batch, advantages: torch.Tensor) -> tuple[torch.Tensor, Figures]:
+        """
+        The rest of the loss of `batch`, and what TRL logs of it; to be called where `loss` is that of the policy.
+
+        Args:
+            loss (`Callable`): TRL's, of a batch.
+            batch ([`Batch`]): the batch.
+            advantages (`torch.Tensor`): `[B]`, where those of the batch are only their signs.
+        """
+        with figures_apart(self._trainer) as figures:
+            value = loss(batch)
+        if self._has_bonus:
+            with torch.no_grad(), figures_of_policy(self._trainer) as as_logged:
+                loss(batch.with_advantages(advantages))
+            figures["policy_loss"] = as_logged["policy_loss"]
+        return value, figures
+
+    def __call__(self, loss: Loss, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None) -> LossTerms:
+        """
+        The terms of a microbatch.
+
+        Args:
+            loss (`Callable`): TRL's, of a batch.
+            batch ([`Batch`]): the batch.
+            outputs ([`Outputs`]): what the forward pass has returned.
+            behaviour (`torch.Tensor`, *optional*): `[B, C]`, log-probabilities under an older policy that drew the
+                tokens, NaN where nobody knows; `None` where the policy itself drew them.
+        """
+        if not self:
+            return LossTerms(outputs.logps.new_zeros(()))
+        alone = batch.with_advantages(torch.zeros_like(batch.advantages))
+        logps = outputs.logps.detach()
+        alone.old_logps = None if behaviour is None else logps - log_ratios(logps, behaviour)
+        with terms_of_loss(self._trainer, outputs) as figures:
+            terms = loss(alone)
+        derivatives = []
+        if terms.requires_grad:
+            taken_from = [output for output in outputs if output is not None]
+            slopes = torch.autograd.grad(terms, taken_from, retain_graph=True, allow_unused=True)
+            both = zip(taken_from, slopes, strict=True)
+            derivatives = [Derivative(output, slope) for output, slope in both if slope is not None]
+        return LossTerms(terms.detach(), derivatives, figures)
+
+    def within(self, loss: torch.Tensor, aux_loss: torch.Tensor | None, outputs: Outputs) -> LossTerms:
+        """
+        The terms of a microbatch that are in the policy's `loss` (scalar): the load-balancing loss, a leaf of it.
+
+        Args:
+            loss (`torch.Tensor`): the loss.
+            aux_loss (`torch.Tensor`, *optional*): the leaf.
+            outputs ([`Outputs`]): what the forward pass has returned.
+        """
+        derivatives = []
+        if aux_loss is not None and aux_loss.requires_grad:
+            assert outputs.aux_loss is not None
+            (slope,) = torch.autograd.grad(loss, [aux_loss], retain_graph=True)
+            derivatives = [Derivative(outputs.aux_loss, slope)]
+        return LossTerms(loss.new_zeros(()), derivatives)
+
+    def log(self, of_policy: Figures, terms: LossTerms) -> None:
+        """Log what TRL would have logged of the whole loss."""
+        figures = {**terms.figures, **of_policy}
+        if self._has_bonus:  # TRL has the KL divergence in it
+            both = zip(terms.figures["policy_loss"], of_policy["policy_loss"], strict=True)
+            figures["policy_loss"] = [sum(parts) for parts in both]
+        add_all_to_log(self._trainer, "train" if self._trainer.model.training else "eval", figures)

@@ -1,0 +1,212 @@
+"""
+Leaving out the sequences that carry no advantage: they are dropped before the forward pass, and what remains of an
+optimizer step is packed into fewer or smaller microbatches. A microbatch that is left empty costs no pass.
+
+What a sequence adds to the gradient stays the same, since the loss of a smaller microbatch is weighted so that it is
+normalised as in the whole batch.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from ..trl_seam.batch import Batch, coming_batches, joined_batches, rows_of_batch
+from ..trl_seam.loans import intercepted
+from .sampler import is_fresh, is_own
+
+
+# Losses that are divided by a number of the whole generation; bnpo is divided by the microbatch's scored tokens, and
+# all others by its sequences
+_OF_THE_GENERATION = ("dapo", "cispo", "vespo")
+# What is logged of coefficients: 0 for a step in which no sequence has an advantage
+_COEFFICIENTS = (*(f"isopo/multiplier_{name}" for name in ("mean", "min", "max")), "isopo/effective_sequences")
+
+
+def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group: int) -> torch.Tensor:
+    """
+    Which completions, `[N]`, are of a group whose completions all have the same reward. TRL subtracts the group's
+    mean, which can be off by a rounding, and divides by 1e-4, so that their advantages are not always 0.
+
+    Args:
+        rewards (`torch.Tensor`): `[N, functions]`, NaN where a function gave none.
+        weights (`torch.Tensor`): `[functions]`.
+        group (`int`): completions per prompt, which follow each other.
+    """
+    total = (rewards * weights.to(rewards)).nansum(dim=1)
+    unscored = torch.isnan(rewards).all(dim=1)  # which have no part in the mean, and no advantage
+    largest, smallest = (total.masked_fill(unscored, x).view(-1, group) for x in (-torch.inf, torch.inf))
+    return (largest.amax(1) <= smallest.amin(1)).repeat_interleave(group)
+
+
+def kept_units(advantages: torch.Tensor, group: int = 1) -> list[list[int]]:
+    """
+    The sequences that are kept, as lists of rows that stay together: `group` rows that follow each other, all of them
+    if one has an advantage. What is not a number is kept, so that it is noticed.
+
+    Args:
+        advantages (`torch.Tensor`): `[B]`, with `B` a multiple of `group`.
+        group (`int`): how many rows stay together.
+    """
+    carries = (advantages != 0).reshape(len(advantages) // group, -1).any(dim=1)
+    return [list(range(group * unit, group * unit + group)) for unit in carries.nonzero().flatten().tolist()]
+
+
+def in_equal_parts(units: list[list[int]], count: int) -> list[list[int]]:
+    """The rows of `units`, in order, in `count` parts that differ by one unit at most."""
+    bounds = [len(units) * part // count for part in range(count + 1)]
+    parts = [units[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [[row for unit in part for row in unit] for part in parts]
+
+
+def divisor(batch: Batch, loss_type: str) -> torch.Tensor:
+    """What TRL's loss of a microbatch is divided by, but for what is the same for all microbatches; a scalar."""
+    if loss_type == "bnpo":
+        number = batch.scored.sum().clamp(min=1)
+    else:
+        number = torch.tensor(1 if loss_type in _OF_THE_GENERATION else len(batch.advantages))
+    return number.to(batch.advantages)
+
+
+class Skipping(TrainerCallback):
+    """
+    The microbatches of a trainer's optimizer steps, without the sequences that carry no advantage.
+
+    TRL's own microbatches stay as they are, so that they can be used again, and saved. Those of them that are in the
+    same optimizer step and generation are packed together when the first is asked for; the empty ones come first,
+    so that the last, in which ranks exchange gradients, is not empty unless all are.
+
+    All ranks make the same number of passes, as DDP, FSDP2 and DeepSpeed need. A rank that has too few sequences for
+    that takes one without an advantage, with weight 0: it has no gradient, and counts in nothing but figures of TRL's
+    own, such as the entropy. Texts that were among images take one with an image along in the same way: models take a
+    list of images, but not an empty one, and the vision tower is to have a gradient, if of zero, as in the whole
+    batch.
+
+    Args:
+        trainer ([`ISOPOTrainer`]): the trainer.
+
+    Attributes:
+        is_empty (`bool`): whether the microbatch under way is.
+        is_training (`bool`): whether microbatches are asked for by training, and not by an evaluation. The model's own
+            mode does not tell: continuous batching leaves it in that of training.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._group: int = trainer.args.num_generations if trainer.args.group_microbatches else 1
+        self.is_training = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the optimizer step."""
+        self._gone = 0  # microbatches of the step up to now, empty ones included
+        self._passes = 0  # microbatches of the step, as packed so far, that are not empty; the same on all ranks
+        self._sequences = self._kept = 0  # of the step so far, on all ranks
+        self._needs_all = False  # whether the step's token weights look at every sequence
+        self._waiting: list[dict[str, Any]] = []
+        self.is_empty = False
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        # What came before without an optimizer step, at the end of a stream of data, has its gradients in this one
+        self._gone = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass is made in this step, on any rank, as far as it has been packed."""
+        return self._gone > 0 and self._passes == 0
+
+    @property
+    def has_packed(self) -> bool:
+        """Whether the step's microbatches are from here, and not from a `_prepare_inputs` of the user's."""
+        return self._gone > 0
+
+    def next_microbatch(self) -> dict[str, Any]:
+        """The next microbatch for the loss, where TRL has generated what it needs; `{}` if it is empty."""
+        if not self._waiting:
+            left = self._trainer.current_gradient_accumulation_steps - self._gone
+            self._waiting = self._packed(coming_batches(self._trainer, left), left)
+        self._gone += 1
+        microbatch = self._waiting.pop(0)
+        self.is_empty = not microbatch
+        return microbatch
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Context for a training step."""
+        with intercepted(self._trainer.accelerator, "backward", self._backward):
+            self.is_training = True
+            try:
+                yield
+            finally:
+                self.is_training = False
+
+    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for the backward pass of the loss, of which an empty microbatch has none."""
+        return None if self.is_empty else backward(*args, **kwargs)
+
+    def close(self) -> dict[str, float]:
+        """Close the optimizer step, and return what is logged of it."""
+        skipped = 1 - self._kept / self._sequences if self._sequences else 0.0
+        figures = {"isopo/skipped_fraction": skipped, **(dict.fromkeys(_COEFFICIENTS, 0.0) if self.is_idle else {})}
+        self.reset()
+        return figures
+
+    def _packed(self, microbatches: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
+        """As many microbatches as are given, of which the first are empty; `left` are missing to the step's end."""
+        accelerator, step_control = self._trainer.accelerator, self._trainer.step_control
+        if step_control is not None:  # what a step does to sequences without an advantage counts, too
+            for microbatch in microbatches:
+                step_control.kl.note(Batch(microbatch))
+        size = len(microbatches[0]["advantages"])
+        whole = Batch(joined_batches(microbatches))
+        total = len(whole.advantages)
+        if step_control is not None and step_control.behaviour is not None:
+            # Steps without a pass are steps since the generation, too
+            nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+            step_control.behaviour.add(nothing, is_fresh(whole, self._trainer.optimizer_steps))
+        if self._trainer.weighting.looks_across_sequences and not is_own(whole, self._trainer.optimizer_steps):
+            self._needs_all = True  # where ratios are 1, none has anything to say
+        units = kept_units(torch.ones(total) if self._needs_all else whole.advantages, self._group)
+        kept = sum(map(len, units))
+        own = torch.tensor([[math.ceil(kept / size), kept, total]], device=accelerator.device)
+        needed, kept_everywhere, sequences = zip(*accelerator.gather(own).tolist(), strict=True)
+        passes = max(needed)
+        self._kept += sum(kept_everywhere)
+        self._sequences += sum(sequences)
+        if passes == 0 and len(microbatches) == left and (self._passes or self._trainer.is_deepspeed_enabled):
+            # Gradients that wait for the last backward pass of the step; DeepSpeed's optimizer waits for one, too
+            passes = 1
+        self._passes += passes
+        if kept == total and passes == len(microbatches):
+            return list(microbatches)
+        divisors = torch.stack([divisor(Batch(batch), self._trainer.loss_type) for batch in microbatches])
+        divisors = divisors.repeat_interleave(size)
+        parts = [self._part(whole, rows, divisors) for rows in in_equal_parts(units, passes)] if passes else []
+        return [{} for _ in range(len(microbatches) - passes)] + parts
+
+    def _part(self, whole: Batch, rows: list[int], divisors: torch.Tensor) -> dict[str, Any]:
+        """
+        A microbatch of some of the sequences.
+
+        Args:
+            whole ([`Batch`]): with `B` sequences.
+            rows (`list[int]`): which of them; none for one without an advantage that does not count.
+            divisors (`torch.Tensor`): `[B]`, what their part of the loss is to be divided by.
+        """
+        chosen = rows + self._filling(whole, rows)
+        part = Batch(rows_of_batch(whole, chosen))
+        weights = divisor(part, self._trainer.loss_type) / divisors[chosen]
+        weights[len(rows) :] = part.advantages[len(rows) :] = 0
+        part.loss_weights = weights
+        return part
+
+    @staticmethod
+    def _filling(whole: Batch, rows: list[int]) -> list[int]:
+        """Which sequence fills in, if one has to: there are none, or none of them has an image as others have."""
+        with_image = [row for row, images in enumerate(whole.get("num_images") or []) if images]
+        if with_image and not set(with_image).intersection(rows):
+            return with_image[:1]
+        return [] if rows else (whole.advantages == 0).nonzero()[0].tolist()

@@ -1,0 +1,1 @@
+"""Settings: their types, and the ranges of GRPO's own."""

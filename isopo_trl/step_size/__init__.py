@@ -1,0 +1,1 @@
+"""How long a step is (`target_kl`): measured, shortened, and learned from."""

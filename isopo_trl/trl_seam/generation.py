@@ -1,0 +1,106 @@
+"""TRL's generation: the pass that is not made for an old policy, and how far a run has got."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from .loans import borrowed, intercepted
+from .required import INSTALL, require
+
+
+require(
+    "trl.GRPOTrainer._generate_and_score_completions",
+    "inputs",
+    mentions=(
+        *("_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies", "beta", "ref_model", "use_adapter"),
+        *("gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
+        *("use_vllm", "vllm_importance_sampling_correction", "old_per_token_logps", "sampling_per_token_logps"),
+    ),
+)
+require("trl.GRPOTrainer._generate", "prompts", mentions=("rollout_func", "_generate_single_turn"))
+require("trl.GRPOTrainer._generate_single_turn", "prompt_ids", "images", "multimodal_fields", "num_generations")
+require("trl.GRPOTrainer._prepare_inputs", mentions=("_buffered_inputs", "_step", "steps_per_generation"))
+is_conversational = require("trl.data_utils.is_conversational", "example")
+require("trl.GRPOTrainer._tokenize_prompts", "prompts")
+require("trl.GRPOTrainer.__init__", mentions=("_is_vlm", "_tokenizer", "generation_config", "generation_kwargs"))
+require("trl.generation.vllm_generation.VLLMGeneration.__init__", mentions=("generation_kwargs",))
+
+
+class Generated(NamedTuple):
+    """What TRL's `_generate` returns: lists with one entry per completion."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list[Any]
+    logps: list[list[float]] | None
+    extra_fields: dict[str, Any]
+    images: list[Any] | None
+    tool_images: list[Any]
+
+
+@contextmanager
+def without_old_policy(
+    trainer: Any,
+    *,
+    single_turn: Callable[..., Any] | None,
+    generated: Callable[[Generated], bool],
+) -> Iterator[None]:
+    """
+    Context for TRL's `_generate_and_score_completions`, in which no pass is made for an old policy.
+
+    Args:
+        single_turn (`Callable`, *optional*): stands in for `_generate_single_turn`, and gets it as its first argument.
+        generated (`Callable`): called with what was generated, before it is scored; returns whether the old policy's
+            log-probabilities are wanted after all. TRL then computes them if data will be used for more than one
+            optimizer step.
+    """
+    args = trainer.args
+    with ExitStack() as loans:
+        # TRL computes them where one of these two settings says that it needs them
+        aligned = loans.enter_context(ExitStack())
+        every = args.steps_per_generation * trainer.num_iterations  # microbatches for which a generation serves
+        aligned.enter_context(borrowed(args, gradient_accumulation_steps=every))
+        loans.enter_context(borrowed(trainer, vllm_importance_sampling_correction=False))
+
+        def stand_in(generate: Callable[..., Any], prompts: list[Any]) -> Any:
+            output = generate(prompts)
+            if len(output) != len(Generated._fields):
+                raise RuntimeError(
+                    f"TRL's `_generate` returned {len(output)} values instead of {len(Generated._fields)}: {INSTALL}."
+                )
+            if generated(Generated(*output)):
+                aligned.close()
+            return output
+
+        loans.enter_context(intercepted(trainer, "_generate", stand_in))
+        if single_turn is not None:
+            loans.enter_context(intercepted(trainer, "_generate_single_turn", single_turn))
+        yield
+
+
+def microbatches_done(trainer: Any) -> int:
+    """Number of microbatches that the trainer has gone through: decides when to generate."""
+    return trainer._step
+
+
+def generated_batches(trainer: Any) -> list[dict[str, Any]] | None:
+    """The microbatches of the last generation on this rank, if there was one."""
+    return trainer._buffered_inputs
+
+
+def set_microbatches_done(trainer: Any, microbatches: int, batches: list[dict[str, Any]] | None) -> None:
+    """Put the trainer after so many microbatches; without `batches` it generates first of all."""
+    trainer._step, trainer._buffered_inputs = microbatches, batches
+
+
+def is_vision_model(trainer: Any) -> bool:
+    """Whether the trainer's model is a vision-language model."""
+    return trainer._is_vlm
+
+
+def generate_completions(trainer: Any, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts (texts or messages), and of one completion of each."""
+    prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
+    completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, 1)
+    return prompt_ids, completion_ids

@@ -1,0 +1,103 @@
+"""TRL's LM head: the chunked log-probabilities, and who takes their calls."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from .required import require
+
+
+# TRL's loss multiplies by the head's weight inside this autograd function and never calls the module
+_PLACE = "_ChunkedLogProbFunction"  # where TRL's model forward looks it up, in trl.trainer.utils
+_HEAD_ARGUMENTS = ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size")
+HEAD_WEIGHT = _HEAD_ARGUMENTS.index("weight") - 1  # among the arguments of `apply`
+
+ChunkedLogProbFunction = require("trl.kernels.ChunkedLogProbFunction")
+require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
+require(f"trl.trainer.utils.{_PLACE}")
+gathered_head = require("trl.trainer.utils.maybe_gather_lm_head_ctx")
+head_uses_triton = require("trl.kernels.chunked_logprob._use_triton", "device")
+_BLOCK_SIZE = require("trl.kernels.chunked_logprob._BLOCK_SIZE")
+_backward_tile = require(
+    "trl.kernels.chunked_logprob._backward_tile",
+    *("tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols"),
+    *("logit_scale", "softcap", "inv_t", "HAS_SOFTCAP", "HAS_LOGPROB_GRAD", "HAS_ENTROPY_GRAD", "BLOCK_SIZE"),
+)
+_backward_kernel = require("trl.kernels.chunked_logprob._backward_kernel")  # takes the same, as pointers
+
+
+class _HeadDispatcher:
+    """
+    Stands, for good, in the place where TRL looks up its chunked log-probabilities. Each call goes to the LM head that
+    owns the weight, if one does whose microbatch is under way, and else to TRL's own function.
+    """
+
+    def __init__(self) -> None:
+        self.heads: WeakSet[Any] = WeakSet()
+
+    def apply(self, *args: Any) -> Any:
+        weight = _parameter_behind(args[HEAD_WEIGHT])
+        for head in self.heads:
+            if head.module.weight is weight and head.microbatch is not None:
+                return head.chunked_logps(*args)
+        return ChunkedLogProbFunction.apply(*args)
+
+
+def _parameter_behind(weight: torch.Tensor) -> torch.Tensor:
+    """The parameter that `weight` is, or that it was gathered from: FSDP2's shards arrive here as a whole."""
+    node: Any = weight.grad_fn
+    while node is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return variable if isinstance(variable, DTensor) else weight
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return weight
+
+
+_dispatcher = _HeadDispatcher()
+
+
+def add_head(head: Any) -> None:
+    """Let `head`, a layer with `module`, `microbatch` and `chunked_logps`, take the calls with its weight."""
+    _dispatcher.heads.add(head)
+
+
+def remove_head(head: Any) -> None:
+    """Leave calls with the weight of `head` to TRL again."""
+    _dispatcher.heads.discard(head)
+
+
+def logits_gradient_tile(
+    tile: torch.Tensor,
+    targets: torch.Tensor,
+    log_z: torch.Tensor,
+    grad: torch.Tensor | None,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    start: int,
+    settings: dict[str, Any],
+) -> torch.Tensor:
+    """
+    TRL's own step from logits `[rows, width]` to their gradient, in place, by its kernel where it has one: for the
+    gradient of the log-probabilities, and for the entropies and their gradient; `[rows]` each.
+    """
+    rows, width = tile.shape
+    block = _BLOCK_SIZE
+    function: Callable = _backward_tile
+    if head_uses_triton(tile.device):
+        function = _backward_kernel[(rows, -(-width // block))]
+    # What is not there has its place filled, and is not read
+    entropy, grad_entropy = (log_z, log_z) if of_entropy is None else of_entropy
+    grad_logps = log_z if grad is None else grad
+    arguments = (tile, tile.stride(0), targets, log_z, entropy, grad_logps, grad_entropy, start, width)
+    has = {"HAS_LOGPROB_GRAD": grad is not None, "HAS_ENTROPY_GRAD": of_entropy is not None}
+    function(*arguments, **has, BLOCK_SIZE=block, **settings)
+    return tile
+
+
+def dispatch() -> None:
+    """Let calls of TRL's chunked log-probabilities go to the heads that own the weight; for good."""
+    importlib.import_module("trl.trainer.utils").__dict__[_PLACE] = _dispatcher

@@ -1,0 +1,112 @@
+"""TRL's scoring passes: log-probabilities of completions, and the distributions that they are drawn from."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from .batch import IMAGES, Batch, has_images
+from .loans import intercepted
+from .required import require
+
+
+disable_gradient_checkpointing = require(
+    "trl.models.utils.disable_gradient_checkpointing", "model", "gradient_checkpointing_kwargs"
+)
+
+
+def score_completions(trainer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Log-probabilities `[B, C]` of completions, for the arguments of the trainer's own scoring pass."""
+    logps, _, _ = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
+    return logps
+
+
+def batch_logps(trainer: Any, batch: Batch) -> torch.Tensor:
+    """Log-probabilities `[B, C]` of a batch's completions, by the pass that TRL's loss makes."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    images = {name: batch.get(name) for name in IMAGES}
+    return score_completions(
+        trainer, trainer.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images
+    )
+
+
+def base_model(trainer: Any) -> torch.nn.Module:
+    """The model itself, without wrappers and adapters. Takes a while: accelerate looks at every module."""
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+
+def distribution_size(model: Any, batch: Batch) -> int:
+    """Elements of [`log_distributions`] at all positions of completions; 0 where there are none to be had."""
+    if has_images(batch) or not takes_positions(model):
+        return 0
+    return batch.completion_mask.numel() * model.config.get_text_config().vocab_size
+
+
+def takes_positions(model: torch.nn.Module) -> bool:
+    """Whether the model can be asked for the logits at given positions alone; some can but for those at the end."""
+    parameter = inspect.signature(model.forward).parameters.get("logits_to_keep")
+    return parameter is not None and "Tensor" in str(parameter.annotation)
+
+
+def most_positions(model: Any) -> float:
+    """Width of a batch up to which all models of the family have a place for every position, padding included."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "max_seq_len")  # MPT has the other
+    numbers = [number for number in (getattr(config, name, None) for name in names) if number is not None]
+    return min(numbers, default=math.inf) - 2  # some begin to count at 2
+
+
+def distribution_inputs(batch: Batch, columns: torch.Tensor, width: int = 0) -> tuple[torch.Tensor, ...]:
+    """
+    What [`log_distributions`] takes for some positions of a batch's completions: token ids and attention mask, padded
+    on the right to at least `width`, and where the logits are.
+    """
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    width = max(width, ids.size(1))
+    ids, mask = (torch.nn.functional.pad(x, (0, width - x.size(1))) for x in (ids, batch.attention_mask))
+    # A token is drawn from the logits at the one before it; from the end, since adapters may put others in front
+    return ids, mask, columns + batch["prompt_ids"].size(1) - 1 - width
+
+
+def log_distributions(trainer: Any, ids: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """
+    Logits `[B, len(kept), V]` of a pass without gradient, divided by the temperature: but for their normalisation, the
+    logarithms of the distributions that the tokens there are drawn from.
+    """
+    with trainer.accelerator.autocast():
+        output = trainer.model(input_ids=ids, attention_mask=mask, logits_to_keep=kept, use_cache=False)
+    return output.logits if trainer.temperature == 1 else output.logits.div_(trainer.temperature)
+
+
+@contextmanager
+def scoring_passes(trainer: Any, noted: Callable[..., None]) -> Iterator[None]:
+    """Context in which `noted(logps, model, *args, **kwargs)` is told of every scoring pass."""
+
+    def stand_in(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(model, *args, **kwargs)
+        noted(output[0], model, *args, **kwargs)
+        return output
+
+    with intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in):
+        yield
+
+
+def is_reference(trainer: Any, model: Any) -> bool:
+    """Whether a scoring pass of `model`, made now, is one of the reference model's."""
+    if trainer.ref_model is not None:
+        return model is trainer.ref_model
+    # One model for both: TRL turns the adapter off, which leaves the base model, or exchanges an adapter that was
+    # trained before for a copy of its initial state, under the name "ref"
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.accelerator.unwrap_model(model) is not policy:
+        return False
+    tuner = next((module for module in policy.modules() if isinstance(module, BaseTunerLayer)), None)
+    if tuner is None:  # virtual tokens, which the base model's own forward leaves out
+        copied = "ref" in policy.peft_config
+        return policy.active_adapter == "ref" if copied else policy.forward == policy.base_model.forward
+    return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters

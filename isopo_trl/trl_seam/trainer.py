@@ -1,0 +1,44 @@
+"""TRL's trainer: the attributes and methods that are read, borrowed or overridden."""
+
+from .required import require
+
+
+get_config_model_id = require("trl.trainer.utils.get_config_model_id", "config")
+
+# Those that isopo_trl reads, sets, or borrows for the length of a call
+_ATTRIBUTES = (
+    "_entropy_bonus_enabled",
+    "_metrics",
+    "aux_loss_enabled",
+    "beta",
+    "entropy_coef",
+    "epsilon_high",
+    "epsilon_low",
+    "loss_type",
+    "mask_truncated_completions",
+    "num_iterations",
+    "off_policy_mask_threshold",
+    "ref_model",
+    "reward_func_names",
+    "reward_funcs",
+    "reward_processing_classes",
+    "reward_weights",
+    "rollout_func",
+    "router_aux_loss_coef",
+    "temperature",
+    "use_adaptive_entropy",
+    "use_transformers_continuous_batching",
+    "use_vllm",
+    "vllm_importance_sampling_correction",
+)
+require("trl.GRPOTrainer.__init__", "model", "reward_funcs", "args", mentions=_ATTRIBUTES)
+require("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")
+require("trl.GRPOTrainer.compute_loss", "model", "inputs", "return_outputs", "num_items_in_batch")
+# Between the last backward and the optimizer's step
+require("trl.GRPOTrainer._get_grad_norm", "model", "grad_norm")
+require("trl.GRPOTrainer._run_epoch", mentions=("_get_grad_norm",))
+require("trl.GRPOTrainer.create_model_card", "model_name", "dataset_name", "tags")
+require("trl.GRPOTrainer.training_step", mentions=("_step",))
+require("trl.GRPOTrainer._get_train_sampler", "dataset")
+require("trl.GRPOTrainer._load_from_checkpoint", mentions=("_issue_warnings_after_load",))
+require("trl.GRPOTrainer._load_best_model", mentions=("_issue_warnings_after_load",))

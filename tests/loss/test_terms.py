@@ -1,0 +1,430 @@
+"""
+Terms of the loss that carry no advantage: no rule rescales them, and all that TRL says of them stays as it is.
+
+Gradients are compared in float64 with those of the formulas, which know nothing of TRL; runs and figures with TRL's.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from isopo_trl import ISOPO, ISOPOTrainer
+from tests import oracle, tiny, training
+from tests.gradients.test_oracle import BATCH, RULES, TOLERANCE, build, reference, trainer_for
+from tests.layers import test_lm_head as head
+
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
+BETA, ENTROPY = {"beta": 0.3}, {"entropy_coef": 0.2}
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0}
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Where TRL finds the reference model of a model with full weights."""
+    return tiny.save(tmp_path_factory.mktemp("terms") / "qwen3", "qwen3")
+
+
+def counted(trainer):
+    """The list to which each backward pass of terms will add an entry."""
+    passes = []
+    unscaled = trainer.isopo.unscaled
+    trainer.isopo.unscaled = lambda term: (passes.append(term), unscaled(term))[1]
+    return passes
+
+
+# Gradients, in float64
+
+
+def batch_with_reference(**extra):
+    batch = BATCH()
+    noise = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    batch.extra.update(ref_per_token_logps=-4.5 + noise, **extra)
+    return batch
+
+
+def by_hand(model, batch, weights, *, beta=0.0, entropy_coef=0.0, older=None, corrected=True, share=None, heat=1.0):
+    """Gradients of the terms alone: the KL divergence normalised as the loss is, the entropies' mean over `share`."""
+    C = batch.completion_ids.shape[1]
+    logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits[:, :-1][:, -C:]
+    p = (logits / heat).log_softmax(-1)
+    logps, entropies = p.gather(-1, batch.completion_ids[..., None]).squeeze(-1), -(p.exp() * p).sum(-1)
+    gap = batch.extra["ref_per_token_logps"] - logps
+    kl = gap.exp() - gap - 1
+    if corrected:
+        kl = kl * (logps - (logps.detach() if older is None else older)).exp()
+    mask = batch.completion_mask * batch.extra.get("tool_mask", 1)
+    if share is not None:  # of the tokens, those with the largest entropies
+        mask = mask * (entropies >= entropies[mask.bool()].quantile(1 - share))
+    term = beta * (weights * kl).sum() - entropy_coef * (entropies * mask).sum() / mask.sum()
+    model.zero_grad()
+    term.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return term.item(), gradients
+
+
+def check(actual, *parts):
+    for name, gradient in actual.items():
+        expected = sum(part[name] for part in parts)
+        assert (gradient - expected).norm() < TOLERANCE * expected.norm(), name
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_rule_rescales_the_rest_of_the_loss_and_nothing_else(lora, tmp_path):
+    batch = batch_with_reference()
+    weights = oracle.token_weights(batch)
+    value, terms = by_hand(build("qwen3", lora), batch, weights, **BETA, **ENTROPY)
+    for rule in RULES:
+        model = build("qwen3", lora)
+        if not lora:  # the reference model is loaded
+            model.config._name_or_path = tiny.save(tmp_path / "model", "qwen3", dtype=torch.float64)
+        trainer = trainer_for(model, tmp_path, rule=rule, fisher_samples=10_000, **BETA, **ENTROPY)
+        passes = counted(trainer)
+        loss, gradients = training.gradients(trainer, batch.for_trl())
+        policy = oracle.expected_gradients(model, reference("qwen3", lora), batch, None, rule)
+        check(gradients, terms, {name: policy[p] for name, p in model.named_parameters() if p in policy})
+        assert len(passes) == (rule != "none")
+        assert loss == pytest.approx(value - (weights.sum(1) * batch.advantages).sum().item(), abs=1e-12)
+
+
+def difference(settings, terms, tmp_path, batch, accumulation=1, passes=1):
+    """What the terms change in the gradients of a model with LoRA, for which they go back so many times."""
+    results = []
+    for added in ({}, terms):
+        trainer = trainer_for(build("qwen3", lora=True), tmp_path, fisher_samples=10_000, **settings, **added)
+        trainer.current_gradient_accumulation_steps = accumulation
+        count = counted(trainer)
+        inputs = batch.for_trl()
+        if not added:
+            inputs.pop("old_per_token_logps", None)
+        results.append(training.gradients(trainer, inputs)[1])
+    assert len(count) == passes
+    without, with_terms = results
+    return {name: with_terms[name] - without[name] for name in without}
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_terms_are_normalised_as_in_trl(loss_type, tmp_path):
+    batch = batch_with_reference()
+    # dapo's normaliser is the generation's, which is all of one step here
+    settings = {"loss_type": loss_type, "gradient_accumulation_steps": 1 if loss_type == "dapo" else 3}
+    accumulation = settings["gradient_accumulation_steps"]
+    change = difference(settings, {**BETA, **ENTROPY}, tmp_path, batch, accumulation=accumulation)
+    weights = oracle.token_weights(batch, loss_type, accumulation, max_completion_length=8)
+    coefficients = {**BETA, "entropy_coef": ENTROPY["entropy_coef"] / accumulation}
+    check(change, by_hand(build("qwen3", True), batch, weights, **coefficients)[1])
+
+
+TOOLS = torch.tensor([[1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 1], [1] * 8, [1] * 8])
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize(
+    "settings, formula",
+    [
+        ({"use_bias_correction_kl": False}, {"corrected": False}),
+        ({"temperature": 0.7}, {"heat": 0.7}),
+        ({"top_entropy_quantile": 0.4}, {"share": 0.4}),
+        ({"gradient_checkpointing": True}, {}),
+        ({"rule": "interacting"}, {}),
+        ({"token_weights": "sampler", "vllm_importance_sampling_mode": "token_truncate"}, {}),
+        ({"token_weights": "kpo", "epsilon": 0.1, "epsilon_high": 0.2}, {}),
+    ],
+    ids=str,
+)
+def test_terms_are_those_of_the_formula_whatever_the_policy_has(settings, formula, tmp_path):
+    batch = batch_with_reference(tool_mask=TOOLS)
+    noise = torch.randn(TOOLS.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    batch.extra["sampling_per_token_logps"] = -4.5 + noise
+    scored = batch.completion_mask * TOOLS
+    change = difference(settings, {**BETA, **ENTROPY}, tmp_path, batch)
+    weights = scored.double() / batch.completion_mask.sum()
+    check(change, by_hand(build("qwen3", True), batch, weights, **BETA, **ENTROPY, **formula)[1])
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("source", ["sampling_per_token_logps", "old_per_token_logps"])
+def test_kl_of_stale_tokens_is_corrected_by_the_ratio_to_the_policy_that_drew_them(source, tmp_path):
+    """As the sampler told it, or as TRL computed it for a silent one: there it is for the KL divergence alone."""
+    batch = batch_with_reference()
+    noise = torch.randn(TOOLS.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    batch.extra[source] = older = -4.5 + noise
+    change = difference({"num_iterations": 2}, BETA, tmp_path, batch)
+    expected = by_hand(build("qwen3", True), batch, oracle.token_weights(batch), **BETA, older=older)[1]
+    check(change, expected)
+    if source == "old_per_token_logps":
+        return
+    fresh = difference({}, BETA, tmp_path, batch)  # TRL has a ratio of 1 then, whatever the sampler says
+    check(fresh, by_hand(build("qwen3", True), batch, oracle.token_weights(batch), **BETA)[1])
+
+
+@pytest.mark.usefixtures("float64_throughout")
+def test_pull_of_p3o_and_terms_share_one_pass(tmp_path):
+    batch = batch_with_reference()
+    noise = torch.randn(TOOLS.shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    batch.extra["sampling_per_token_logps"] = -4.5 + noise
+    for rule in ("fisher", "none"):
+        settings = {"token_weights": "p3o", "rule": rule}
+        change = difference(settings, {**BETA, **ENTROPY}, tmp_path, batch, passes=int(rule != "none"))
+        weights = oracle.token_weights(batch)
+        check(change, by_hand(build("qwen3", True), batch, weights, **BETA, **ENTROPY)[1])
+
+
+@pytest.mark.usefixtures("float64_throughout")
+@pytest.mark.parametrize("rule", ["fisher", "none"])
+def test_load_balancing_loss_is_added_as_it_is(rule, tmp_path, monkeypatch):
+    calls, compute = [], GRPOTrainer._compute_loss
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda *given: calls.append(given) or compute(*given))
+    model = build("qwen3_moe", target_modules=["q_proj", "v_proj"])
+    batch = BATCH()
+    ids, mask = batch.input_ids, batch.attention_mask
+    output = model(ids, attention_mask=mask, output_router_logits=True, use_cache=False)
+    (0.7 * output.aux_loss).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    results = []
+    for coefficient in (0.0, 0.7):
+        trainer = trainer_for(model, tmp_path, rule=rule, router_aux_loss_coef=coefficient)
+        passes = counted(trainer)
+        results.append(training.gradients(trainer, batch.for_trl())[1])
+        trainer.isopo.detach()
+    assert len(passes) == (rule != "none")
+    assert len(calls) == len(results)  # beside other terms, TRL's loss is called once more
+    without, with_term = results
+    check({name: with_term[name] - without[name] for name in expected}, expected)
+
+
+# Where there is nothing to go back for
+
+
+@pytest.mark.parametrize(
+    "settings, passes",
+    [
+        ({**ADAPTIVE, "entropy_target": 0.1}, [0, 0]),  # the bonus is for a policy with less entropy
+        (ADAPTIVE, [0, 1]),  # from the second step on: the first has no measurement
+        ({"entropy_coef": 0.0, "beta": 0.0}, [0, 0]),
+        (ENTROPY, [1, 1]),
+        ({**ENTROPY, "rule": "none"}, [0, 0]),
+    ],
+    ids=str,
+)
+def test_pass_is_made_only_where_a_term_has_a_gradient(settings, passes, tmp_path):
+    trainer = training.build(tmp_path, **settings)
+    count, per_step = counted(trainer), []
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            per_step.append(len(count))
+            count.clear()
+
+    trainer.add_callback(Steps)
+    training.train(trainer)
+    assert per_step == passes
+
+
+def test_reference_model_that_is_the_policy_costs_no_pass(tmp_path):
+    """LoRA before its first step: B is zero, and the divergence with it."""
+    trainer = training.build(tmp_path, options=LORA, max_steps=1, **BETA)
+    passes = counted(trainer)
+    (line,) = training.train(trainer, still=("lora_A",))
+    assert not passes and line["kl"] == 0
+
+
+# Against TRL
+
+
+def figures(trainer):
+    mode = "train" if trainer.model.training else "eval"
+    return {name: values for name, values in trainer._metrics[mode].items() if not name.startswith("isopo/")}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_gradient_loss_and_figures_are_those_of_trl(loss_type, accumulation, tmp_path):
+    batch = batch_with_reference()
+    inputs = {name: x.float() if x.is_floating_point() else x for name, x in batch.for_trl().items()}
+    settings = {**BETA, **ENTROPY, "loss_type": loss_type, "per_device_train_batch_size": 4, "num_generations": 4}
+    plain, own = (
+        training.prepared(training.build(tmp_path, kind=kind, options=LORA, **settings, **rule), accumulation)
+        for kind, rule in ((GRPOTrainer, {}), (ISOPOTrainer, {"rule": "none"}))
+    )
+    with torch.no_grad():  # B starts at zero
+        for trainer in (plain, own):
+            for name, p in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+    (loss, expected), (own_loss, actual) = (training.gradients(trainer, inputs) for trainer in (plain, own))
+    assert own_loss == pytest.approx(loss, abs=1e-6)
+    assert training.distance(actual, expected) < 1e-5
+    same_figures(plain, own, {"kl", "policy_loss", "entropy"})
+    with torch.no_grad():
+        loss, own_loss = (trainer.compute_loss(trainer.model.eval(), inputs).item() for trainer in (plain, own))
+    assert own_loss == pytest.approx(loss, abs=1e-6)
+    same_figures(plain, own, {"kl", "policy_loss", "entropy"})
+
+
+def same_figures(plain, own, needed):
+    expected, actual = figures(plain), figures(own)
+    assert needed <= expected.keys() == actual.keys()
+    for name, values in expected.items():
+        assert actual[name] == pytest.approx(values, abs=1e-6), name
+
+
+def runs(model, tmp_path, options=None, **settings):
+    """Three steps of TRL's trainer and of ours with rule `none`, generation included; the log lines of each."""
+    trainers, lines = [], []
+    for kind, rule in ((GRPOTrainer, {}), (ISOPOTrainer, {"rule": "none"})):
+        trainer = training.build(
+            tmp_path,
+            model() if callable(model) else model,
+            kind=kind,
+            options=options,
+            **{"max_steps": 3, "optim": "sgd", "learning_rate": 0.3, **settings, **rule},
+        )
+        trainer.train()
+        trainers.append(trainer)
+        lines.append([line for line in trainer.state.log_history if "loss" in line or "eval_loss" in line])
+    return trainers, lines
+
+
+def same_weights(plain, own):
+    expected = dict(plain.named_parameters())
+    for name, p in own.named_parameters():
+        assert (p - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+OF_TIME = ("_time", "runtime", "per_second")
+
+
+def same_lines(expected, actual, needed):
+    assert len(expected) == len(actual) > 2
+    assert needed <= set().union(*expected)
+    for left, right in zip(expected, actual, strict=True):
+        right = {name: x for name, x in right.items() if not name.startswith("isopo/")}
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            if not name.endswith(OF_TIME):
+                assert right[name] == pytest.approx(value, abs=2e-5, rel=2e-5), name
+
+
+def trained_adapter():
+    """A PEFT model whose adapter was trained before: TRL keeps a copy of it, under the name `ref`."""
+    model = get_peft_model(tiny.model("qwen3"), LORA["peft_config"])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.copy_(0.2 * torch.randn(p.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, options, settings, needed",
+    [
+        ("saved", None, {**BETA, "eval_strategy": "steps", "eval_steps": 2}, {"kl", "eval_kl"}),
+        ("saved", None, {**BETA, "sync_ref_model": True, "ref_model_sync_steps": 2}, {"kl"}),
+        (trained_adapter, None, {**BETA, **ENTROPY, "gradient_accumulation_steps": 2}, {"kl", "policy_loss"}),
+        ("qwen3", LORA, {**BETA, "loss_type": "grpo", "use_bias_correction_kl": False}, {"kl"}),
+        ("qwen3", None, {**ADAPTIVE, "gradient_accumulation_steps": 2}, {"policy_loss", "entropy_coef"}),
+        ("qwen3_moe", LORA, {"router_aux_loss_coef": 0.5}, {"aux_loss"}),
+    ],
+    ids=["beta", "synced", "trained adapter", "adapter off", "adaptive", "experts"],
+)
+def test_rule_none_trains_to_the_weights_of_trl(model, options, settings, needed, saved, tmp_path):
+    model = saved if model == "saved" else model
+    if "eval_steps" in settings:
+        options = {"eval_dataset": tiny.prompts(3)}
+        settings = {**settings, "per_device_eval_batch_size": 3}
+    (plain, own), (expected, actual) = runs(model, tmp_path, options, **settings)
+    same_weights(plain.model, own.model)
+    same_lines(expected, actual, needed)
+    if settings.get("sync_ref_model"):
+        same_weights(plain.ref_model, own.ref_model)
+        start = dict(tiny.model("qwen3").named_parameters())
+        assert all(not torch.equal(p, start[name]) for name, p in own.ref_model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_rule_none_trains_to_the_weights_of_trl_for_every_loss(accumulation, loss_type, saved, tmp_path):
+    settings = {**BETA, **ENTROPY, "loss_type": loss_type, "gradient_accumulation_steps": accumulation}
+    (plain, own), (expected, actual) = runs(saved, tmp_path, **settings)
+    same_weights(plain.model, own.model)
+    same_lines(expected, actual, {"kl", "policy_loss"})
+
+
+class Noting(ISOPOTrainer):
+    """Notes whether the loss is told what tokens were drawn with."""
+
+    told: list[bool] = []
+
+    def _compute_loss(self, model, inputs):
+        self.told = [*self.told, torch.isfinite(inputs["sampling_per_token_logps"]).all().item()]
+        return super()._compute_loss(model, inputs)
+
+
+def test_no_old_policy_is_scored_for_the_kl(tmp_path):
+    """Three generations for six steps: a pass of the reference each, and one forward for each loss."""
+    trainer = training.build(tmp_path, kind=Noting, options=LORA, num_iterations=2, max_steps=6, **BETA)
+    passes = []
+    score = trainer._get_per_token_logps_and_entropies
+
+    def noting(*args, **kwargs):
+        passes.append("loss" if kwargs.get("compute_entropy") else "generation")
+        return score(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = noting
+    training.train(trainer)
+    assert passes.count("generation") == 3 and passes.count("loss") == 6
+    assert trainer.told == [True] * 6  # for the ratio by which the divergence is corrected
+
+
+def test_adaptive_bonus_goes_on_from_a_checkpoint(tmp_path):
+    settings = {**ADAPTIVE, "save_strategy": "steps", "save_steps": 2, "rule": "fisher"}
+    whole = training.build(tmp_path, max_steps=3, **settings)
+    whole.train()
+    resumed = training.build(tmp_path, max_steps=3, **settings)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert resumed.entropy_coef == whole.entropy_coef != ADAPTIVE["entropy_coef"]
+    same_weights(whole.model, resumed.model)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("settings", [BETA, ENTROPY, ADAPTIVE], ids=str)
+def test_reentrant_checkpointing_cannot_go_back_twice(settings, tmp_path):
+    settings = {**settings, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match=f"{next(iter(settings))}=.* back through the model twice"):
+        training.build(tmp_path, options=LORA, **settings)
+    training.build(tmp_path, options=LORA, rule="none", **settings)
+
+
+def test_entropy_in_a_loop_of_ones_own_is_a_term():
+    """The loss's own pass would rescale it; `unscaled` does not."""
+    model, hidden, targets, weights = head.example(bias=True)
+    rows, flat = hidden.flatten(0, 1), targets.flatten()
+    p = model.lm_head(rows).log_softmax(-1)
+    entropies = -(p.exp() * p).sum(-1)
+    slopes = torch.linspace(-1, 1, len(entropies), dtype=torch.float64)
+    expected = torch.autograd.grad((slopes * entropies).sum(), list(model.parameters()))
+    isopo, results = ISOPO(model, "fisher"), []
+    for unscaled in (False, True):
+        model.zero_grad()
+        with isopo.microbatch(head.ADVANTAGES, attention_mask=head.ATTENTION, completion_mask=head.SCORED):
+            arguments = (rows, model.lm_head.weight, model.lm_head.bias, flat)
+            logps, entropies, *_ = head.trl_utils._ChunkedLogProbFunction.apply(
+                *arguments, 1.0, 4, None, 1.0, ("entropy",)
+            )
+            if unscaled:
+                isopo.unscaled((slopes * entropies).sum())
+            (-weights.flatten() * logps).sum().backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    for without, with_term, gradient in zip(*results, expected, strict=True):
+        torch.testing.assert_close(with_term - without, gradient, rtol=1e-5, atol=1e-6)
