@@ -23,7 +23,7 @@ from mkdocs.structure.files import File
 
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("CHANGELOG.md", "benchmarks/*.md", "benchmarks/*.png")
+OUTSIDE = ("CHANGELOG.md", "benchmarks/*.md", "benchmarks/*/*.md", "benchmarks/*/*.png")
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 README = re.compile(r"\[([^\]]+)\]\(\.\./README\.md\)")

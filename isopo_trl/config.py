@@ -6,7 +6,8 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .isopo import check_scope, check_settings
+from .fisher_rows.scope import check_samples, check_scope
+from .isopo import check_decay
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings.ranges import check_bounds
@@ -97,12 +98,6 @@ class ISOPOConfig(GRPOConfig):
             memory for `2 fisher_samples` rows of each layer's inputs and outputs. `"microbatch"`: the microbatch
             whose sequences are measured, as in the paper. If `None`, `"step"` for rules that have a Fisher norm, but
             with more than 1,024 samples `"microbatch"`.
-        fisher_steps (`int`, *optional*, defaults to `1`):
-            With `fisher_scope="step"`, how many steps back these positions reach: each step replaces one part in
-            `fisher_steps` of them.
-        fisher_offload (`bool`, *optional*, defaults to `False`):
-            With `fisher_scope="step"`, whether to hold what is kept in the host's memory, from which each layer's rows
-            are copied in every microbatch. Halves the memory on the device.
         group_microbatches (`bool`, *optional*, defaults to `False`):
             Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
             `"interacting"`, which sees the sequences of one microbatch. Not better than shuffled ones on GSM8K. The
@@ -236,14 +231,6 @@ class ISOPOConfig(GRPOConfig):
             "a Fisher norm."
         },
     )
-    fisher_steps: int = field(
-        default=1,
-        metadata={"help": "With `fisher_scope='step'`, how many steps back these positions reach."},
-    )
-    fisher_offload: bool = field(
-        default=False,
-        metadata={"help": "With `fisher_scope='step'`, whether to hold what is kept in the host's memory."},
-    )
     group_microbatches: bool = field(
         default=False,
         metadata={
@@ -339,8 +326,8 @@ class ISOPOConfig(GRPOConfig):
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
             self.token_weights = "sampler" if corrected and not ratio_loss.takes_ratio(self) else "none"
         rule = self._rule()
-        check_settings(self.regularization_decay, self.fisher_samples)
-        check_scope(self.fisher_scope, self.fisher_steps, self.fisher_offload, self.fisher_samples, rule)
+        check_decay(self.regularization_decay)
+        check_scope(self.fisher_scope, check_samples(self.fisher_samples), rule)
         for unsupported, message in (*refusals(self), *ratio_loss.refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)

@@ -1,8 +1,6 @@
 """ISOPO on a model, for a training loop of one's own."""
 
-import ast
 import logging
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .fisher_rows.rows import KeptRows, is_state
+from .fisher_rows.rows import FisherRows
+from .fisher_rows.scope import check_samples, check_scope
 from .geometry.sequences import Sequences, draw_samples
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
@@ -69,10 +68,6 @@ class ISOPO:
             See [`ISOPOConfig`].
         fisher_scope (`str`, *optional*):
             See [`ISOPOConfig`]. With `"step"`, tell [`begin`] of each sequence's key.
-        fisher_steps (`int`, *optional*, defaults to `1`):
-            See [`ISOPOConfig`].
-        fisher_offload (`bool`, *optional*, defaults to `False`):
-            See [`ISOPOConfig`].
         seed (`int`, *optional*, defaults to `0`):
             Seed of the stream from which the sampled positions are drawn. The global random stream is not touched.
     """
@@ -85,15 +80,13 @@ class ISOPO:
         regularization_decay: float = 0.9,
         fisher_samples: int = 64,
         fisher_scope: str | None = None,
-        fisher_steps: int = 1,
-        fisher_offload: bool = False,
         seed: int = 0,
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
-        self.regularization_decay, self.fisher_samples = check_settings(regularization_decay, fisher_samples)
-        scope = check_scope(fisher_scope, fisher_steps, fisher_offload, self.fisher_samples, self.rule)
-        self.fisher_scope, self.fisher_steps, self.fisher_offload = scope
+        self.regularization_decay = check_decay(regularization_decay)
+        self.fisher_samples = check_samples(fisher_samples)
+        self.fisher_scope = check_scope(fisher_scope, self.fisher_samples, self.rule)
         self.seed = checked("seed", seed, int)
         self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
@@ -106,14 +99,12 @@ class ISOPO:
         self.every_layer_was_reached = False  # checked in the first backward
         self._outlier_was_reported = False
         self.layers = plan(self._current, model)
-        self._kept: KeptRows | None = None
+        self._rows: FisherRows | None = None
         if self.fisher_scope == "step":
-            self._kept = KeptRows(
-                self.fisher_samples, self.fisher_steps, self.seed, len(self.layers), self.fisher_offload
-            )
-        # The layer of each place in the running statistics, and what the place is called
-        self._places = [layer for layer in self.layers for _ in layer.indices]
-        self._place_names = [name for layer in self.layers for name in layer.place_names()]
+            self._rows = FisherRows(self.fisher_samples, self.seed, len(self.layers))
+        # The layer of each entry in the running statistics, and what the entry is called
+        self._layer_of_entry = [layer for layer in self.layers for _ in layer.indices]
+        self._entry_names = [name for layer in self.layers for name in layer.entry_names()]
         self._planned = {place for layer in self.layers for place in layer.places}
         self._shortcuts = [
             *groups(self._current, model, self.layers),
@@ -221,9 +212,9 @@ class ISOPO:
             sequences, real = Sequences.from_ids(positions.reshape(-1), len(advantages)), positions >= 0
         self._close()
         samples = draw = None
-        if self._kept is not None:
+        if self._rows is not None:
             keys = self._keys(sequence_keys, advantages)
-            draw = self._kept.draw(real, sequences, keys, loss_scale)
+            draw = self._rows.draw(real, sequences, keys, loss_scale)
             samples = draw.samples
         elif self.rule.needs.overlap:
             # The draw is a function of (seed, microbatch number over all ranks): nothing but a counter to save
@@ -291,8 +282,8 @@ class ISOPO:
         """Forget the microbatch under way."""
         if self.current is not None:
             self.current.closed = True
-            if self._kept is not None and any(self.current.visits):
-                self._kept.restart()  # some layers have its rows, others have not
+            if self._rows is not None and any(self.current.visits):
+                self._rows.restart()  # some layers have its rows, others have not
         self._current.microbatch = None
 
     def forget_step(self) -> None:
@@ -301,8 +292,8 @@ class ISOPO:
         self._sequences = 0
         if self._running is not None:
             self._running.forget_step()
-        if self._kept is not None:
-            self._kept.restart()
+        if self._rows is not None:
+            self._rows.restart()
 
     def _close(self) -> None:
         """Close the microbatch under way, if there is one, and take its figures into the step's."""
@@ -316,10 +307,9 @@ class ISOPO:
             self.every_layer_was_reached = True
             self._last = (microbatch.ledger, microbatch.visits)
             microbatch.running.add(microbatch.ledger, list(map(bool, microbatch.visits)))
-            if self._kept is not None and microbatch.draw is not None:
-                visits = zip(self._places, microbatch.visits, strict=True)
-                self._kept.unreached(microbatch.draw, [layer.index for layer, times in visits if not times])
-                self._kept.commit(microbatch.draw)
+            if self._rows is not None and microbatch.draw is not None:
+                visits = zip(self._layer_of_entry, microbatch.visits, strict=True)
+                self._rows.commit(microbatch.draw, [layer.index for layer, times in visits if not times])
                 self._sequences += microbatch.sequences.count
 
     def _refuse_new_parameters(self) -> None:
@@ -337,7 +327,7 @@ class ISOPO:
         least = 0 if self.every_layer_was_reached else 1
         if least <= min(visits) and max(visits) <= 1:
             return
-        pairs = zip(self._places, visits, strict=True)
+        pairs = zip(self._layer_of_entry, visits, strict=True)
         wrong = [(layer, times) for layer, times in pairs if not (0 if layer.is_alias else least) <= times <= 1]
         wrong = list(dict.fromkeys(wrong))  # a stack is one layer here
         if wrong:
@@ -353,7 +343,7 @@ class ISOPO:
         """Refuse a term without an advantage whose gradient stayed with a layer that the loss did not reach."""
         if not microbatch.visits_of_terms or all(microbatch.visits):
             return
-        both = zip(self._place_names, microbatch.visits_of_terms, microbatch.visits, strict=True)
+        both = zip(self._entry_names, microbatch.visits_of_terms, microbatch.visits, strict=True)
         lost = [name for name, of_term, of_loss in both if of_term and not of_loss]
         if lost:
             raise RuntimeError(
@@ -385,10 +375,10 @@ class ISOPO:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
         self._parameters_are_planned = False
         figures = self._running.step(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
-        if self._kept is not None:
+        if self._rows is not None:
             # Rows of a step in which nothing counts, such as a pass that only DeepSpeed needs, would all be zero
-            self._kept.close(keep=figures["broken_sequences"] == 0 and self._running.sequences > 0)
-            self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
+            self._rows.close(keep=figures["broken_sequences"] == 0 and self._running.sequences > 0)
+            self._running.by_rows = [self._rows.is_held(layer.index) for layer in self._layer_of_entry]
             self._sequences = 0
         self._report_outlier(self._running.proportions, number)
         return figures
@@ -401,7 +391,7 @@ class ISOPO:
         self._outlier_was_reported = True
         if _world()[1] != 0:
             return
-        name = self._place_names[proportions.index(largest)]
+        name = self._entry_names[proportions.index(largest)]
         given = getattr(self.rule, "regularization", None)
         if given is None:
             remedy = f"Bound the multiplier in rule={self.rule.name!r}"
@@ -416,13 +406,13 @@ class ISOPO:
     def _statistics(self, device: torch.device) -> RunningStatistics:
         """The running statistics, made on first use on the device of the data."""
         if self._running is None:
-            parts = [part_of(layer) for layer in self._places]
+            parts = [part_of(layer) for layer in self._layer_of_entry]
             self._running = RunningStatistics(len(parts), self.regularization_decay, self.rule, device, parts)
             if self._loaded is not None:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None
-            if self._kept is not None:
-                self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
+            if self._rows is not None:
+                self._running.by_rows = [self._rows.is_held(layer.index) for layer in self._layer_of_entry]
         return self._running
 
     # State
@@ -436,10 +426,9 @@ class ISOPO:
             "regularization_decay": self.regularization_decay,
             "fisher_samples": self.fisher_samples,
             "fisher_scope": self.fisher_scope,
-            "fisher_steps": self.fisher_steps,
             "draws": self._draws,
             "running": running,
-            "rows": None if self._kept is None else self._kept.state_dict(),
+            "rows": None if self._rows is None else self._rows.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -447,7 +436,7 @@ class ISOPO:
         Restore what [`state_dict`] returned; refuses the state of another model or rule, and warns of another decay or
         number of samples, with which the running means go on.
         """
-        _verify_form(state)
+        _verify_form(state, len(self._layer_of_entry))
         own = self.state_dict()
         if state["layers"] != own["layers"]:
             difference = sorted(set(state["layers"]) ^ set(own["layers"]))[:6]
@@ -455,39 +444,27 @@ class ISOPO:
                 "The saved ISOPO statistics belong to other trained parameters (they differ in "
                 f"{', '.join(difference) or 'order'}): resume with the same model and the same trained parameters."
             )
-        try:
-            saved = _saved_settings(state["rule"])
-        except (KeyError, SyntaxError, TypeError, ValueError) as error:
+        if state["rule"] != own["rule"]:
             raise ValueError(
-                f"The saved ISOPO statistics belong to an unknown rule {state['rule']!r}: {_SOURCE}."
-            ) from error
-        if saved != own["rule"]:
-            raise ValueError(
-                f"The saved ISOPO statistics belong to {_listed(saved)}, but the run is configured with "
+                f"The saved ISOPO statistics belong to {_listed(state['rule'])}, but the run is configured with "
                 f"{_listed(own['rule'])}: resume with the saved settings, or start a new run from the saved weights."
-                + _on_default_regularization(saved, own["rule"])
             )
-        running = state["running"]
-        if running is not None:
-            _verify_running(running, len(self._places))
-        if state.get("rows") is not None and not is_state(state["rows"]):
-            raise ValueError(f"The saved ISOPO statistics have something else in place of their rows: {_SOURCE}.")
-        used = {"regularization_decay": any(self.rule.needs), "fisher_samples": self.rule.needs.overlap}
-        used |= dict.fromkeys(("fisher_scope", "fisher_steps"), self.rule.needs.overlap)
-        changed = [name for name in used if used[name] and state.get(name, own[name]) != own[name]]
+        overlap = self.rule.needs.overlap
+        used = {"regularization_decay": any(self.rule.needs), "fisher_samples": overlap, "fisher_scope": overlap}
+        changed = [name for name in used if used[name] and state[name] != own[name]]
         if changed:
             changes = ", ".join(f"{name}={state[name]!r} to {own[name]!r}" for name in changed)
             warnings.warn(f"The saved ISOPO statistics go on with other settings: {changes}.", stacklevel=2)
         self._draws = state["draws"]
-        if self._kept is not None and not self._kept.load_state_dict(state.get("rows")):
+        if self._rows is not None and not self._rows.load_state_dict(state["rows"]):
             logger.warning(
                 "The saved ISOPO statistics have no rows of the last step, or not as many as are set here: under "
                 "fisher_scope='step', the first step goes by the microbatch, as that of a new run does."
             )
         if self._running is not None and state["running"] is not None:
             self._running.load_state_dict(state["running"])
-            if self._kept is not None:
-                self._running.by_rows = [self._kept.holds(layer.index) for layer in self._places]
+            if self._rows is not None:
+                self._running.by_rows = [self._rows.is_held(layer.index) for layer in self._layer_of_entry]
         else:
             self._loaded = state["running"]
 
@@ -504,7 +481,7 @@ class ISOPO:
         ledger, visits = self._last
         advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
         table = (ledger.table[:, 0] / advantages).cpu()
-        return {name: table[place] for place, name in enumerate(self._place_names) if visits[place]}
+        return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
 
     # Coverage
 
@@ -527,61 +504,12 @@ class ISOPO:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def check_settings(regularization_decay: float, fisher_samples: int) -> tuple[float, int]:
-    """The settings that are not part of the rule; raises if one of them is of another type or out of range."""
+def check_decay(regularization_decay: float) -> float:
+    """The setting; raises if it is of another type or out of range."""
     regularization_decay = checked("regularization_decay", regularization_decay, float)
-    fisher_samples = checked("fisher_samples", fisher_samples, int)
     if not 0 <= regularization_decay < 1:
         raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
-    if fisher_samples < 1:
-        raise ValueError(f"fisher_samples={fisher_samples} must be a whole number of at least 1.")
-    return regularization_decay, fisher_samples
-
-
-SCOPES = ("microbatch", "step")
-MOST_ROWS = 2**14
-MOST_BY_DEFAULT = 2**10  # rows take 12 GB then, at 8B with full weights
-
-
-def check_scope(
-    fisher_scope: str | None, fisher_steps: int, fisher_offload: bool, fisher_samples: int, rule: Rule
-) -> tuple[str, int, bool]:
-    """Where the Fisher metric is taken from; raises if that is unknown, or would change nothing."""
-    if fisher_scope is None:
-        fisher_scope = "step" if rule.needs.overlap and fisher_samples <= MOST_BY_DEFAULT else "microbatch"
-    fisher_scope = checked("fisher_scope", fisher_scope, str)
-    fisher_steps = checked("fisher_steps", fisher_steps, int)
-    fisher_offload = checked("fisher_offload", fisher_offload, bool)
-    if fisher_scope not in SCOPES:
-        raise ValueError(f"fisher_scope={fisher_scope!r} is unknown: choose one of {', '.join(map(repr, SCOPES))}.")
-    given = {"fisher_scope='step'": fisher_scope == "step", f"fisher_steps={fisher_steps}": fisher_steps > 1}
-    given["fisher_offload=True"] = fisher_offload
-    useless = [setting for setting, is_given in given.items() if is_given and not rule.needs.overlap]
-    if useless:
-        raise ValueError(
-            f"{useless[0]} is about the Fisher norm, which rule={rule.name!r} does not look at: remove it, or choose "
-            "another rule ('fisher', 'npg', 'fig4')."
-        )
-    if fisher_scope == "step" and fisher_samples > MOST_ROWS:
-        raise ValueError(
-            f"fisher_samples={fisher_samples} rows would be held in memory for each layer under fisher_scope='step': "
-            f"set at most {MOST_ROWS}, or fisher_scope='microbatch'."
-        )
-    if not 1 <= fisher_steps <= fisher_samples:
-        raise ValueError(
-            f"fisher_steps={fisher_steps} must be a whole number from 1 to fisher_samples={fisher_samples}, of which "
-            "every step replaces its part."
-        )
-    if fisher_steps > 1 and fisher_scope != "step":
-        raise ValueError(
-            f"fisher_steps={fisher_steps} says how far back rows reach that are kept over steps: set "
-            "fisher_scope='step', or remove it."
-        )
-    if fisher_offload and fisher_scope != "step":
-        raise ValueError(
-            "fisher_offload=True is about rows that are kept over steps: set fisher_scope='step', or remove it."
-        )
-    return fisher_scope, fisher_steps, fisher_offload
+    return regularization_decay
 
 
 def _world() -> tuple[int, int]:
@@ -590,55 +518,33 @@ def _world() -> tuple[int, int]:
     return 1, 0
 
 
-def _verify_form(state: Any) -> None:
-    """Raise unless this looks like what [`ISOPO.state_dict`] returns."""
-    if not isinstance(state, dict):
-        raise ValueError(f"This is not a state of ISOPO, but a {type(state).__name__}: {_SOURCE}.")
-    kinds: dict[str, Any] = {"layers": list, "rule": (dict, str), "draws": int, "running": (dict, type(None))}
-    missing = [name for name in kinds if name not in state]
-    if missing:
-        raise ValueError(f"This is not a state of ISOPO, or not all of it: it has no {', '.join(missing)}: {_SOURCE}.")
-    wrong = [name for name, kind in kinds.items() if not isinstance(state[name], kind)]
+def _verify_form(state: Any, entries: int) -> None:
+    """Raise unless this looks like what [`ISOPO.state_dict`] returns, with running means of so many layers."""
+    kinds: dict[str, Any] = {
+        "layers": list,
+        "rule": dict,
+        "regularization_decay": float,
+        "fisher_samples": int,
+        "fisher_scope": str,
+        "draws": int,
+        "running": (dict, type(None)),
+        "rows": (dict, type(None)),
+    }
+    content = state if isinstance(state, dict) else {}
+    wrong = [name for name, kind in kinds.items() if name not in content or not isinstance(content[name], kind)]
     if wrong:
-        listed = ", ".join(f"{name} is of type {type(state[name]).__name__}" for name in wrong)
-        raise ValueError(f"This is not a state of ISOPO, since {listed}: {_SOURCE}.")
-
-
-def _verify_running(running: dict[str, Any], layers: int) -> None:
-    """Raise unless these are running means of so many layers."""
-    mean, known = running.get("mean"), running.get("known")
-    if not isinstance(mean, torch.Tensor) or not isinstance(known, list):
-        raise ValueError(f"The saved ISOPO statistics have no running means in them: {_SOURCE}.")
-    shape = [layers, len(EXPECTATIONS)]
-    if list(mean.shape) != shape or len(known) != layers:
         raise ValueError(
-            f"The saved ISOPO statistics have the shape {list(mean.shape)} for {len(known)} layers instead of "
-            f"{shape}: {_SOURCE}."
+            f"This is not a state of ISOPO, or not all of it ({', '.join(wrong)} missing, or of another type): "
+            f"{_SOURCE}."
         )
-    if not (mean.is_floating_point() and torch.isfinite(mean).all()):
-        raise ValueError(f"The saved ISOPO statistics are not finite numbers: {_SOURCE}.")
+    if content["running"] is not None:
+        mean = content["running"].get("mean")
+        shape = [entries, len(EXPECTATIONS)]
+        if not isinstance(mean, torch.Tensor) or list(mean.shape) != shape or not mean.isfinite().all():
+            raise ValueError(f"The saved ISOPO statistics are not {shape} finite running means: {_SOURCE}.")
 
 
 _SOURCE = "load what `state_dict` of this version returned, or start a new run from the saved weights"
-
-
-def _saved_settings(rule: Any) -> Any:
-    """The name and settings of a rule out of a saved state."""
-    if not isinstance(rule, str):
-        return rule
-    # Version 0.1 wrote `Rule(name='fisher', fisher_power=None, ...)`, with None for what is the rule's own
-    settings = {name: ast.literal_eval(value) for name, value in re.findall(r"(\w+)=([^,)]+)", rule)}
-    name = settings.pop("name")
-    if settings["regularization"] is None and name != "interacting":
-        settings["regularization"] = 0.0  # as it was then
-    return make_rule(name, **settings).settings
-
-
-def _on_default_regularization(saved: dict[str, Any], own: dict[str, Any]) -> str:
-    """What to add about settings that differ by what used to be the default, and is not any more."""
-    if saved.get("regularization") == 0 and {**saved, "regularization": own.get("regularization")} == own:
-        return " The default of `regularization` used to be 0: set regularization=0 to go on as before."
-    return ""
 
 
 def _listed(settings: dict[str, Any]) -> str:

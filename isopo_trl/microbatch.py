@@ -8,7 +8,7 @@ from torch import nn
 from .fisher_rows.rows import Draw
 from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
-from .kernels.coefficients import KernelLedger, usable
+from .kernels.coefficients import Entry, KernelLedger, usable
 from .kernels.rms_norm import Factors
 from .rules.ledger import Ledger
 from .rules.rule import Rule
@@ -35,8 +35,7 @@ class Microbatch:
         scored (`torch.Tensor`, *optional*): `[B, C]`, which of the last `C` predictions (positions `T - 1 - C` to `T -
             2`) are scored by TRL's chunked log-probabilities.
         prompts, signs (`torch.Tensor`, *optional*): `[m]`, for figures, see [`Ledger`].
-        draw ([`Draw`], *optional*): which of its rows are kept for the next step, where the samples are those of the
-            last one.
+        draw ([`Draw`], *optional*): which of its rows are collected for the next step, under `fisher_scope="step"`.
 
     Attributes:
         ledger ([`Ledger`]): the coefficients so far.
@@ -79,14 +78,8 @@ class Microbatch:
 
     def __post_init__(self):
         self.visits = [0] * len(self.running.mean)
-        self.set_advantages(self.advantages)
-
-    def set_advantages(self, advantages: torch.Tensor) -> None:
-        """Take other advantages `[m]`, before the backward."""
-        self.advantages = advantages
-        self.ledger = self.running.open(advantages, self.loss_scale)
+        self.ledger = self.running.open(self.advantages, self.loss_scale)
         self.ledger.prompts, self.ledger.signs = self.prompts, self.signs
-        self._kernel_ledger = None
 
     # Inside a layer's forward
 
@@ -107,7 +100,7 @@ class Microbatch:
         if known is None:
             m, n = self.sequences.count, 0 if self.samples is None else self.samples.number
             if self.draw is not None:
-                n = self.draw.kept.samples
+                n = self.draw.rows_of_layers.samples
             # Kernels are given addresses, and would not notice what is elsewhere
             data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
             here = all(tensor.device == x.device for tensor in data)
@@ -115,42 +108,39 @@ class Microbatch:
             self._kernels_take[x.dtype] = known
         return known
 
-    def sampled(self, index: int, g: torch.Tensor, **rows: torch.Tensor) -> Samples | SampleRows | None:
+    def collect(self, index: int, g: torch.Tensor, **rows: torch.Tensor) -> None:
         """
-        The samples that layer `index` is measured with, whose rows in this microbatch are `g` and `rows`, by the names
-        of the fields of [`SampleRows`]: positions of this microbatch, or rows of the last step.
+        Copy what the next step is measured with of layer `index`, whose rows in this microbatch are `g` and `rows`, by
+        the names of the fields of [`SampleRows`]. Without `fisher_scope="step"`, nothing is.
         """
-        if self.draw is None:
-            return self.samples
-        return self.draw.exchange(index, {"g": g, **rows}) or self.samples
+        if self.draw is not None:
+            self.draw.collect(index, {"g": g, **rows})
 
-    def sampled_sequences(self, index: int, V: torch.Tensor) -> SampleRows | None:
-        """
-        The gradients of whole sequences that layer `index` is measured with, whose own are `V` `[m, d]`; `None` where
-        that is with these.
-        """
-        if self.draw is None:
-            return None
-        number = self.draw.kept.sequences_of(V.shape[1])
-        return self.draw.exchange(index, {"g": V}, number) if number else None
+    def collect_sequences(self, index: int, V: torch.Tensor) -> None:
+        """The same where samples are gradients of whole sequences, `V` `[m, d]`."""
+        if self.draw is not None:
+            number = self.draw.rows_of_layers.sequences_of(V.shape[1])
+            if number:
+                self.draw.collect(index, {"g": V}, number)
 
-    def kernel_ledger(self, index: int) -> KernelLedger:
-        """Where a kernel enters the coefficients of layer `index`, to which the backward pass has come."""
-        self._visit(index)
+    def held(self, index: int) -> SampleRows | None:
+        """The rows of the last step that layer `index` is measured with, if there are any."""
+        return None if self.draw is None else self.draw.rows_of_layers.held(index)
+
+    def samples_of(self, index: int) -> Samples | SampleRows | None:
+        """What layer `index` is measured with: rows of the last step, or else positions of this microbatch."""
+        return self.held(index) or self.samples
+
+    def open_entry(self, indices: range) -> Entry:
+        """Note that the backward has come to these layers, and say where a kernel enters their coefficients."""
+        self._visit(indices)
         if self._kernel_ledger is None:
             self._kernel_ledger = KernelLedger(self.ledger)
-        return self._kernel_ledger
-
-    def stack_ledger(self, indices: range) -> KernelLedger:
-        """Where a kernel enters the coefficients of the layers of a stack."""
-        self._visit_all(indices)
-        if self._kernel_ledger is None:
-            self._kernel_ledger = KernelLedger(self.ledger)
-        return self._kernel_ledger
+        return Entry(self._kernel_ledger, indices.start)
 
     def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
-        """Coefficients `[m]` of layer `index`, to which the backward pass has come; kept for means and log."""
-        self._visit(index)
+        """Coefficients `[m]` of layer `index`, to which the backward has come; entered for means and log."""
+        self._visit(range(index, index + 1))
         history = self.running.expectations(index)
         result = self.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
         self.ledger.record(index, result, statistics.ntk)
@@ -158,26 +148,21 @@ class Microbatch:
 
     def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[E, m]` of the layers of a stack; `statistics` have a first dimension `E`."""
-        places = self._visit_all(indices)
-        history, known = self.running.history[places], self.running.known[places]
+        self._visit(indices)
+        entries = slice(indices.start, indices.stop)
+        history, known = self.running.history[entries], self.running.known[entries]
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
-        self.ledger.record(places, result, statistics.ntk)
+        self.ledger.record(entries, result, statistics.ntk)
         return result.c
 
-    def _visit(self, index: int) -> None:
+    def _visit(self, indices: range) -> None:
         if self.closed:
             raise RuntimeError(
                 "A backward pass ran after its microbatch had ended: call `backward` before `end`, or inside the "
                 "`microbatch` context."
             )
-        self.visits[index] += 1
-
-    def _visit_all(self, indices: range) -> slice:
-        """The same for the layers of a stack, one behind the other; returns their places."""
-        self._visit(indices.start)
-        others = slice(indices.start + 1, indices.stop)
-        self.visits[others] = [times + 1 for times in self.visits[others]]
-        return slice(indices.start, indices.stop)
+        for index in indices:
+            self.visits[index] += 1
 
     # Terms without an advantage
 

@@ -169,8 +169,6 @@ class ISOPOTrainer(GRPOTrainer):
             regularization_decay=args.regularization_decay,
             fisher_samples=args.fisher_samples,
             fisher_scope=args.fisher_scope,
-            fisher_steps=args.fisher_steps,
-            fisher_offload=args.fisher_offload,
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)

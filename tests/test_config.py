@@ -64,14 +64,6 @@ REFUSED = [
         for rule in ("interacting", "euclidean", "none")
     ),
     ({"fisher_scope": "step", "fisher_samples": 10**6}, ["fisher_samples=1000000", "memory", "at most 16384"]),
-    ({"fisher_steps": 0, "fisher_scope": "step"}, ["fisher_steps=0", "from 1 to fisher_samples=64"]),
-    ({"fisher_steps": 65, "fisher_scope": "step"}, ["fisher_steps=65", "from 1 to fisher_samples=64"]),
-    ({"fisher_steps": 2, "fisher_scope": "microbatch"}, ["fisher_steps=2", "fisher_scope='step'", "remove"]),
-    ({"fisher_offload": True, "fisher_scope": "microbatch"}, ["fisher_offload=True", "fisher_scope='step'", "remove"]),
-    ({"fisher_offload": True, "rule": "none"}, ["fisher_offload=True", "rule='none'", "remove", "'fisher'"]),
-    ({"fisher_offload": 2}, ["fisher_offload=2", "int"]),
-    ({"fisher_steps": 2, "rule": "euclidean"}, ["fisher_steps=2", "rule='euclidean'", "remove", "'fisher'"]),
-    ({"fisher_steps": 2, "fisher_samples": 2000}, ["fisher_steps=2", "fisher_scope='step'", "remove"]),
     # Losses of the ratio
     ({"loss_type": "typo"}, ["loss_type='typo'", "'dapo'", "'cispo'"]),
     *(
@@ -408,7 +400,7 @@ def test_object_of_its_own_refuses_the_same_settings():
     "settings, scope",
     [
         ({}, "step"),
-        ({"rule": "fig4", "fisher_samples": 1024, "fisher_steps": 2}, "step"),
+        ({"rule": "fig4", "fisher_samples": 1024}, "step"),
         ({"fisher_samples": 1025}, "microbatch"),  # whose rows would fill the memory
         ({"fisher_scope": "microbatch"}, "microbatch"),
         *(({"rule": rule}, "microbatch") for rule in ("euclidean", "interacting", "none")),  # no Fisher norm
@@ -473,7 +465,7 @@ def test_frozen_adapter_model_is_refused(tmp_path):
 COMMAND = (
     "--output_dir out --use_cpu --report_to none --rule fig4 --fisher_power 0.5 --norm_power -1.5 --relative_power -2 "
     "--regularization 0.1 --regularization_decay 0.8 --keep_small --fisher_samples 250 --fisher_scope step "
-    "--fisher_steps 2 --fisher_offload --group_microbatches --skip_zero_advantage True --scale paper "
+    "--group_microbatches --skip_zero_advantage True --scale paper "
     "--beta 0.05 --kl_in_reward True --loss_type grpo --token_weights kpo --kpo_initial_variance 0.5 "
     "--kpo_process_noise 1e-4 --kpo_stop_gradient --epsilon 0.01 "
     "--target_kl 1e-4 --log_step_kl --step_kl_share 0.5 --behaviour_kl 0.01 --target_kl_offload True "
@@ -496,8 +488,6 @@ def test_every_setting_can_be_given_on_the_command_line(parser):
         "keep_small": True,
         "fisher_samples": 250,
         "fisher_scope": "step",
-        "fisher_steps": 2,
-        "fisher_offload": True,
         "group_microbatches": True,
         "skip_zero_advantage": True,
         "scale": "paper",

@@ -51,12 +51,15 @@ def test_a_layer_with_a_history_goes_by_it_and_another_by_its_own_means():
     given = microbatch(rule)
     mean = torch.zeros(LAYERS, 5, dtype=torch.float64)
     mean[1] = torch.tensor([0, 11, 0, 1, 1])  # E[N^2] = 11, in the order of EXPECTATIONS
-    given.running.load_state_dict({"mean": mean, "known": [False, True, False, False]})
+    state = given.running.state_dict()
+    given.running.load_state_dict({**state, "mean": mean, "known": [False, True, False, False]})
     assert given.coefficients(1, SQUARES).tolist() == pytest.approx([1 / 15**0.5, -3 / 36**0.5])
     assert given.coefficients(3, SQUARES).tolist() == pytest.approx([1 / 18.5**0.5, -3 / 39.5**0.5])
 
 
-@pytest.mark.parametrize("come", [lambda given: given.coefficients(1, SQUARES), lambda given: given.kernel_ledger(1)])
+@pytest.mark.parametrize(
+    "come", [lambda given: given.coefficients(1, SQUARES), lambda given: given.open_entry(range(1, 2))]
+)
 def test_a_backward_that_comes_after_the_end_is_an_error_and_is_not_counted(come):
     given = microbatch()
     come(given)
@@ -76,7 +79,7 @@ def test_the_layers_of_a_stack_are_counted_one_by_one_and_not_after_the_end(of_k
     given.coefficients(2, SQUARES)
 
     def come():
-        return given.stack_ledger(range(1, 3)) if of_kernels else given.stack_coefficients(range(1, 3), squares)
+        return given.open_entry(range(1, 3)) if of_kernels else given.stack_coefficients(range(1, 3), squares)
 
     come()
     assert given.visits == [0, 1, 2, 0]
@@ -88,17 +91,9 @@ def test_the_layers_of_a_stack_are_counted_one_by_one_and_not_after_the_end(of_k
 
 def test_kernels_enter_where_plain_pytorch_does():
     given = microbatch()
-    assert given.kernel_ledger(0) is given.kernel_ledger(3)
-    assert given.kernel_ledger(0).table is given.ledger.table
-
-
-def test_other_advantages_take_the_place_of_the_first_ones_also_for_the_kernels():
-    given = microbatch()
-    given.kernel_ledger(0)
-    given.set_advantages(torch.tensor([10.0, 20.0]))
-    assert given.kernel_ledger(0).table is given.ledger.table
-    assert given.kernel_ledger(0).advantages.tolist() == given.advantages.tolist() == [10, 20]
-    assert given.coefficients(1, SQUARES).tolist() == pytest.approx([10 / 2, 20 / 5])
+    first, last = given.open_entry(range(1)), given.open_entry(range(3, 4))
+    assert first.ledger is last.ledger and first.ledger.table is given.ledger.table
+    assert (first.first, last.first) == (0, 3)
 
 
 def test_one_trained_parameter_of_a_module_stands_for_it_in_the_graph():

@@ -4,12 +4,12 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 
-Strategy = Literal["ghost", "kept", "blocks"]
+Strategy = Literal["ghost", "whole", "blocks"]
 
 # Largest number of elements that per-sequence gradients may take at once (128 MiB in float32)
-KEPT_LIMIT = 2**25
+WHOLE_LIMIT = 2**25
 # The same where kernels take them, which read each twice and no more (1 GiB)
-KEPT_BY_KERNELS = 2**28
+WHOLE_BY_KERNELS = 2**28
 # A GPU's matrix products are fast where rows begin at multiples of so many elements
 _ALIGNMENT = 128
 
@@ -31,7 +31,7 @@ def relative_costs(m: int, T: int, p: int, d: int, n: int, needs: Needs, device:
     Extra time of each strategy, in units of the product that makes the weight gradient (`m T p d` multiply-adds).
 
     - `ghost`: products between rows, `(g_j . g_t)(a_j . a_t)`; no per-sequence gradient is formed.
-    - `kept`: `V_s` of every sequence is formed and kept; the weight gradient is then `sum_s c_s V_s`, so forming them
+    - `whole`: `V_s` of every sequence is formed; the weight gradient is then `sum_s c_s V_s`, so forming them
       costs nothing extra, but they are written once and read once or twice.
     - `blocks`: `V_s` is formed in blocks of output rows and dropped; the weight gradient is a second product.
 
@@ -53,7 +53,7 @@ def relative_costs(m: int, T: int, p: int, d: int, n: int, needs: Needs, device:
     read = m * p * d * 4 * byte
     statistics = needs.overlap * n / T + needs.norm / T + needs.ntk * m / T + any(needs) * m * p * d * written
     # The second product of a narrow layer takes as long as its operands take to be read
-    return {"ghost": ghost, "kept": statistics + any(needs) * read, "blocks": max(1, rows) + statistics}
+    return {"ghost": ghost, "whole": statistics + any(needs) * read, "blocks": max(1, rows) + statistics}
 
 
 def choose_strategy(
@@ -65,22 +65,22 @@ def choose_strategy(
     than those `V_s` take to be written and read. They take larger ones as well, where the costs say so.
     """
     size = m * p * d
-    if kernels and size <= KEPT_LIMIT:
-        return "kept"
-    return _cheapest(m, T, p, d, n, needs, device, size <= (KEPT_BY_KERNELS if kernels else KEPT_LIMIT))
+    if kernels and size <= WHOLE_LIMIT:
+        return "whole"
+    return _cheapest(m, T, p, d, n, needs, device, size <= (WHOLE_BY_KERNELS if kernels else WHOLE_LIMIT))
 
 
 @lru_cache(maxsize=4096)
 def _cheapest(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str, keep: bool) -> Strategy:
     costs = relative_costs(m, T, p, d, n, needs, device)
     if not keep:
-        del costs["kept"]
+        del costs["whole"]
     return min(costs, key=lambda strategy: costs[strategy])
 
 
 def block_rows(m: int, d: int) -> int:
     """How many output rows of `V`, aligned, may be formed at once so that `m * rows * d` stays under the limit."""
-    return aligned(max(1, KEPT_LIMIT // (m * d)))
+    return aligned(max(1, WHOLE_LIMIT // (m * d)))
 
 
 def aligned(size: int) -> int:

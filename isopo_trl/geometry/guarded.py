@@ -5,7 +5,7 @@ A gradient that is zero in exact arithmetic rarely is one in floating point. Whe
 the gradient of its attention score is the difference of two equal numbers, which were rounded differently: `q`, `k`
 and their norms get some units of rounding of a term that is no part of the layer. What the layer can compare them with
 is the size of other gradients there, so anything below `NOISE` units of rounding of their root mean square counts as
-no gradient. `benchmarks/rounding_noise.py` measures it: 22 units at most at the layers of a trained model.
+no gradient. `benchmarks/questions/rounding_noise.py` measures it: 22 units at most at the layers of a trained model.
 """
 
 import torch

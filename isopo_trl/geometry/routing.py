@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from .cost import KEPT_LIMIT, Needs
+from .cost import WHOLE_LIMIT, Needs
 from .sequences import SampleRows, Samples, Sequences
 from .statistics import Statistics, accumulation_dtype, product, square_norms
 
@@ -316,7 +316,7 @@ _Part = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
 def _in_parts(g: torch.Tensor, a: torch.Tensor, bounds: torch.Tensor, length: int) -> Iterator[_Part]:
     """Groups of rows in one length, as many of them at once as memory allows: `g`, `a` `[G, L, ...]`, `padding`."""
     groups = len(bounds) - 1
-    step = max(1, KEPT_LIMIT // (length * (2 * length + g.shape[1] + a.shape[1])))
+    step = max(1, WHOLE_LIMIT // (length * (2 * length + g.shape[1] + a.shape[1])))
     for start in range(0, groups, step):
         rows, present = padding(bounds[start : start + step + 1], length)
         yield padded(g, rows, present), padded(a, rows, present), (rows, present)

@@ -173,6 +173,12 @@ class SampleRows:
         return self.g.shape[0]
 
     @property
+    def fields(self) -> dict[str, torch.Tensor]:
+        """Those that there are, by name."""
+        named = {"g": self.g, "a": self.a, "choices": self.choices}
+        return {name: x for name, x in named.items() if x is not None}
+
+    @property
     def inputs(self) -> torch.Tensor:
         """`a`, of a layer that has inputs."""
         assert self.a is not None

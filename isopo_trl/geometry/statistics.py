@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from .cost import KEPT_LIMIT, Needs, Strategy, block_rows
+from .cost import WHOLE_LIMIT, Needs, Strategy, block_rows
 from .sequences import SampleRows, Samples, Sequences
 
 
@@ -190,7 +190,7 @@ def ghost_statistics(
 def _ghost_norm(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
     m, T = sequences.count, sequences.length
     g = sequences.padded(g)
-    step = max(1, KEPT_LIMIT // (m * T))
+    step = max(1, WHOLE_LIMIT // (m * T))
     norm = torch.zeros(m, device=g.device, dtype=accumulation_dtype(g.dtype))
     for start in range(0, T, step):
         rows = slice(start, start + step)
@@ -273,7 +273,7 @@ def linear_statistics(
         a (`torch.Tensor`): `[N, d]` inputs.
         bias (`bool`): whether a trainable bias takes part.
         sequences, samples, needs: as for [`ghost_statistics`].
-        strategy (`str`): `"ghost"`, `"kept"` or `"blocks"`, see [`~geometry.cost.choose_strategy`].
+        strategy (`str`): `"ghost"`, `"whole"` or `"blocks"`, see [`~geometry.cost.choose_strategy`].
     """
     if strategy == "ghost":
         return ghost_statistics(g, DenseInputs(a, bias), sequences, samples, needs), None
@@ -283,7 +283,7 @@ def linear_statistics(
         rows = samples if isinstance(samples, SampleRows) else SampleRows(samples.of(g), samples.of(a))
         g_samples, a_samples = rows.g, with_ones(rows.inputs, bias)
     statistics = VStatistics(needs, a_samples)
-    outputs = g.shape[1] if strategy == "kept" else block_rows(sequences.count, a.shape[1] + bias)
+    outputs = g.shape[1] if strategy == "whole" else block_rows(sequences.count, a.shape[1] + bias)
     V = None
     for block, V in sequence_gradients(g, a, bias, sequences, outputs):
         statistics.add(V, None if g_samples is None else g_samples[:, block])
@@ -292,7 +292,7 @@ def linear_statistics(
         result.sample_norm = square_norms(g_samples) * square_norms(a_samples)
         if isinstance(samples, Samples):  # else what is absent is zero
             result.overlap, result.sample_norm = samples.masked(result.overlap), samples.masked(result.sample_norm)
-    return result, V if strategy == "kept" else None
+    return result, V if strategy == "whole" else None
 
 
 def elementwise_statistics(

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from .answers import after_marker, declared_answer, is_only_a_number, read_answer
+from .answers import declared_answer, extract_answer, is_only_a_number
 
 
 __all__ = ["format_reward", "gsm8k_reward", "math_verify_reward", "strict_gsm8k_reward"]
@@ -122,26 +122,23 @@ def _correctness(cases: Iterable[tuple[str, Any]]) -> list[float | None]:
         if gold is None:
             rewards.append(None)
         else:
-            rewards.append(1.0 if read_answer(text) == _gold(gold, len(rewards)) else 0.0)
+            rewards.append(1.0 if extract_answer(text) == _gold(gold, len(rewards)) else 0.0)
     return rewards
 
 
 def _expression(text: str) -> str:
-    """What math-verify reads; in a box, an expression needs no dollar signs."""
-    line = after_marker(text)
-    if line is not None:
-        return line
-    box = declared_answer(text)
-    return text if box is None else f"\\boxed{{{box}}}"
+    """What math-verify reads: in a box, an expression needs no dollar signs."""
+    declared = declared_answer(text)
+    if declared is None:
+        return text
+    return declared if "####" in text else f"\\boxed{{{declared}}}"
 
 
 def _ends_in_answer(text: str) -> bool:
-    marker = text.rfind("####")
-    if marker < 0 or text.find("####") != marker or text[marker - 1 : marker] not in ("", "\n"):
+    before, marker, line = text.rstrip().rpartition("####")
+    if not marker or "####" in before or before[-1:] not in ("", "\n") or line[:1] not in (" ", "\t"):
         return False
-    if text[marker + 4 : marker + 5] not in (" ", "\t"):
-        return False
-    return is_only_a_number(text[marker + 4 :].rstrip().lstrip(" \t"))
+    return is_only_a_number(line)
 
 
 def _cases(
@@ -174,7 +171,7 @@ def _without_echo(text: str, prompt: str) -> str:
     return text if prompt[-1].isalnum() and rest[:1].isalnum() else rest
 
 
-_gold_of_text = lru_cache(maxsize=1024)(read_answer)  # the same for every completion of a group
+_gold_of_text = lru_cache(maxsize=1024)(extract_answer)  # the same for every completion of a group
 
 
 def _gold(gold: Any, index: int) -> int | Fraction:

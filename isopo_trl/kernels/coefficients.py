@@ -10,6 +10,7 @@ depend on the order of execution.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from transformers.utils import is_triton_available
@@ -142,6 +143,34 @@ class KernelLedger(Scratch):
             if found.nbytes <= MOST_SHARED:
                 self._scratch[key] = found
         return found
+
+
+class Entry(NamedTuple):
+    """
+    The coefficients `[m]` of a layer, or `[E, m]` of the experts of a stack, in a microbatch's table on the device. A
+    kernel that finds them writes them there, and one that multiplies by them reads them there.
+
+    Args:
+        ledger ([`KernelLedger`]): the microbatch's.
+        first (`int`): the layer, or the first expert.
+    """
+
+    ledger: KernelLedger
+    first: int
+
+
+class Overlaps(NamedTuple):
+    """
+    What a kernel has found of a layer's overlaps, for one that goes on to the coefficients.
+
+    Args:
+        sums (`torch.Tensor`): squared norms of the samples' gradients, `[n]`, and behind them the overlaps by blocks
+            of positions, `[m, blocks, n]`.
+        samples (`int`): number of samples, n.
+    """
+
+    sums: torch.Tensor
+    samples: int
 
 
 def tiles(m: int, n: int, blocks: int) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from .coefficients import (
     NTK,
     OVERLAP,
     TABLE_ROWS,
-    KernelLedger,
+    Entry,
     _fisher_square,
     _interacting,
     _is_last,
@@ -225,8 +225,7 @@ def elementwise_gradient(
     v: torch.Tensor,
     sequences: Sequences,
     samples: Samples | SampleRows | None,
-    ledger: KernelLedger,
-    index: int,
+    entry: Entry,
     dtype: torch.dtype,
     sums: torch.Tensor | None = None,
     plus: torch.Tensor | None = None,
@@ -241,6 +240,7 @@ def elementwise_gradient(
     position goes to, `[N]`, or `-1`.
     """
     v = v.contiguous()
+    ledger, index = entry
     m, T, D = sequences.count, sequences.length, v.shape[1]
     n = 0 if samples is None else samples.number
     summed = sums is not None

@@ -16,7 +16,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.routing import Routing
 from ..geometry.sequences import SampleRows, Samples
-from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, KernelLedger, _interacting, _non_interacting, tiles
+from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, Entry, _interacting, _non_interacting, tiles
 from .fisher_rows import LARGE_BLOCK, _square_sum
 from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 from .linear import _by_row, _pipeline, _row_products
@@ -333,11 +333,10 @@ def expert_coefficients(
     bias: bool,
     routing: Routing,
     samples: Samples | SampleRows | None,
-    ledger: KernelLedger,
-    index: int,
-) -> None:
+    entry: Entry,
+) -> Entry:
     """
-    Coefficients of all experts of a stack, by products between rows; they go to the ledger.
+    The coefficients of all experts of a stack, by products between rows.
 
     Args:
         g (`torch.Tensor`): `[S, p]` cotangents.
@@ -346,11 +345,12 @@ def expert_coefficients(
         routing ([`Routing`]): whose the rows are; every row must be some sequence's.
         samples ([`Samples`] or [`SampleRows`], *optional*): sampled positions, or rows from before, of the type of
             `g`; needed for the overlap.
-        ledger, index: where the coefficients go; `index` is the first expert's.
+        entry ([`Entry`]): where the coefficients go.
     """
+    ledger, index = entry
     needs = ledger.rule.needs
-    if not any(needs):  # the ledger has them already
-        return
+    if not any(needs):  # they are there already
+        return entry
     g, a = _by_row(g), _by_row(a)
     m, E, bounds = routing.sequences, routing.experts, routing.bounds
     shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
@@ -379,15 +379,12 @@ def expert_coefficients(
     plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype, g.device)
     of_all = (norms, sample_bounds, sums)
     launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index), ledger.fixed)
+    return entry
 
 
-def scaled(
-    x: torch.Tensor, routing: Routing, ledger: KernelLedger, index: int, plus: torch.Tensor | None = None
-) -> torch.Tensor:
-    """
-    Each row of `x` `[S, d]` times the coefficient of its sequence at its expert, the first of which is `index`; `plus`
-    `[S, d]` is added.
-    """
+def scaled(x: torch.Tensor, routing: Routing, c: Entry, plus: torch.Tensor | None = None) -> torch.Tensor:
+    """Each row of `x` `[S, d]` times the coefficient of its sequence at its expert; `plus` `[S, d]` is added."""
+    ledger, index = c
     x = _by_row(x)
     other = x if plus is None else _by_row(plus)
     S, D = x.shape

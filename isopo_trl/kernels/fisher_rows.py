@@ -13,13 +13,16 @@ from transformers.utils import is_triton_available
 
 from ..geometry.reservoir import KEEP
 from ..geometry.sequences import SampleRows, Sequences
-from .coefficients import KernelLedger, _fisher_square, _is_last, _non_interacting, tiles
+from .coefficients import Entry, Overlaps, _fisher_square, _is_last, _non_interacting, tiles
 from .launch import Plan, constant, jit, launch, power_of_two, takes, types_of
 from .linear import _by_row, _pipeline, _row_products
 
 
 if is_triton_available():
     import triton.language as tl
+
+# Slots of cotangents and of inputs, `[n, ...]`, and the row that each of them gets, `[n]`
+Into = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _KEEP = constant(KEEP)
 # Elements of a row that are copied at once by a program that does nothing else, and by one that does
@@ -49,7 +52,7 @@ def _square_sum(x, ACC: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit(do_not_specialize=["m", "T", "n", "slots", "index"])
-def _kept_overlap_kernel(
+def _overlap_with_rows_kernel(
     g,
     a,
     g_samples,
@@ -307,11 +310,9 @@ def overlap_coefficients(
     bias: bool,
     sequences: Sequences,
     samples: SampleRows,
-    ledger: KernelLedger,
-    index: int,
-    finish: bool = True,
-    into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    entry: Entry,
+    into: Into | None = None,
+) -> Entry:
     """
     What [`~kernels.linear.overlap_coefficients`] does, with samples that are rows from before.
 
@@ -319,7 +320,26 @@ def overlap_coefficients(
         into (`tuple`, *optional*): where rows of this microbatch go along the way: slots of cotangents and inputs,
             `[slots, ...]`, no more than there are samples, and the row that each of them gets, `[slots]`.
     """
+    _launch_overlap(g, a, bias, sequences, samples, entry, into, finish=True)
+    return entry
+
+
+def overlaps(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    sequences: Sequences,
+    samples: SampleRows,
+    entry: Entry,
+    into: Into | None = None,
+) -> Overlaps:
+    """What [`~kernels.linear.overlaps`] does; arguments as in [`overlap_coefficients`]."""
+    return Overlaps(_launch_overlap(g, a, bias, sequences, samples, entry, into, finish=False), samples.number)
+
+
+def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
     g, a = _by_row(g), _by_row(a)
+    ledger, index = entry
     m, T, n = sequences.count, sequences.length, samples.g.shape[0]
     g_samples, a_samples = samples.g, samples.inputs
     shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0), g_samples.stride(0), a_samples.stride(0))
@@ -329,5 +349,5 @@ def overlap_coefficients(
     g_out, a_out, source = (g, a, ledger.counter) if into is None else into
     slots = 0 if into is None else source.shape[0]
     tensors = (g, a, g_samples, a_samples, g_out, a_out, source, overlap)
-    launch(_kept_overlap_kernel, plan, tensors, (m, T, n, slots, index), ledger.fixed)
+    launch(_overlap_with_rows_kernel, plan, tensors, (m, T, n, slots, index), ledger.fixed)
     return overlap

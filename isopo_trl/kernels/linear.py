@@ -14,7 +14,7 @@ import torch
 from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
-from .coefficients import TABLE_ROWS, KernelLedger, _fisher_square, _is_last, _non_interacting, tiles
+from .coefficients import TABLE_ROWS, Entry, Overlaps, _fisher_square, _is_last, _non_interacting, tiles
 from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 
 
@@ -199,22 +199,23 @@ def _overlap_plan(
 
 
 def overlap_coefficients(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    bias: bool,
-    sequences: Sequences,
-    samples: Samples,
-    ledger: KernelLedger,
-    index: int,
-    finish: bool = True,
-) -> torch.Tensor:
-    """
-    Overlaps of a linear layer by products between rows, and, if `finish`, the coefficients of layer `index` from them.
+    g: torch.Tensor, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Samples, entry: Entry
+) -> Entry:
+    """The coefficients of a linear layer from overlaps alone, by products between rows."""
+    _launch_overlap(g, a, bias, sequences, samples, entry, finish=True)
+    return entry
 
-    Returns the squared norms of the samples' gradients, `[n]`, and behind them the overlaps by blocks of positions,
-    `[m, blocks, n]`, in one tensor: for [`VSums`], where a rule needs the Euclidean norm too.
-    """
+
+def overlaps(
+    g: torch.Tensor, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Samples, entry: Entry
+) -> Overlaps:
+    """The overlaps of a linear layer, by products between rows, for a rule that needs the Euclidean norm too."""
+    return Overlaps(_launch_overlap(g, a, bias, sequences, samples, entry, finish=False), samples.number)
+
+
+def _launch_overlap(g, a, bias, sequences, samples, entry, finish):
     g, a = _by_row(g), _by_row(a)
+    ledger, index = entry
     m, T, n = sequences.count, sequences.length, samples.number
     shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
     plan = _overlap_plan(m, T, n, shape, bias, finish, ledger.variant, g.dtype, g.device)
@@ -238,13 +239,12 @@ def _scale_plan(
     return Plan((-(-T // BT), -(-D // BD), m), (D, *strides, adds, BT, BD))
 
 
-def scaled(
-    x: torch.Tensor, sequences: Sequences, ledger: KernelLedger, index: int, plus: torch.Tensor | None = None
-) -> torch.Tensor:
+def scaled(x: torch.Tensor, sequences: Sequences, c: Entry, plus: torch.Tensor | None = None) -> torch.Tensor:
     """
-    Each row of `x` `[N, d]` times its sequence's coefficient at layer `index`; `plus` `[N, d]` is added. To be used
-    before another layer's rows are scaled, which may take their place.
+    Each row of `x` `[N, d]` times its sequence's coefficient; `plus` `[N, d]` is added. To be used before another
+    layer's rows are scaled, which may take their place.
     """
+    ledger, index = c
     x = _by_row(x)
     other = x if plus is None else _by_row(plus)
     m, T, D = sequences.count, sequences.length, x.shape[1]

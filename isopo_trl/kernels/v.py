@@ -14,7 +14,8 @@ from ..rules.rule import Rule
 from .coefficients import (
     OVERLAP,
     TABLE_ROWS,
-    KernelLedger,
+    Entry,
+    Overlaps,
     _fisher_square,
     _interacting,
     _is_last,
@@ -169,29 +170,26 @@ def _combine_kernel(V, out, table, m, index, size, ALIGNED: tl.constexpr, BM: tl
     tl.store(out + e, total.to(out.dtype.element_ty), mask=e < size)
 
 
-def v_coefficients(
-    V: torch.Tensor,
-    ledger: KernelLedger,
-    index: int,
-    overlap: torch.Tensor | None = None,
-    samples: int = 0,
-    sums: torch.Tensor | None = None,
-    first: int = 0,
-) -> None:
+def v_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = None) -> Entry:
     """
-    Coefficients of layer `index` from explicit gradients, for a rule that needs their norms or the kernel.
+    The coefficients of a layer from explicit gradients, for a rule that needs their norms or the kernel.
 
     Args:
-        V (`torch.Tensor`): `[m, outputs, d]`, whole or (see [`VBlocks`]) a block of the outputs.
-        ledger, index: where the coefficients go.
-        overlap (`torch.Tensor`, *optional*): what `overlap_coefficients` returned, from so many `samples`.
-        sums, first: where the sums over all blocks are collected, and this block's place in them.
+        V (`torch.Tensor`): `[m, outputs, d]`.
+        entry ([`Entry`]): where the coefficients go.
+        overlaps ([`Overlaps`], *optional*): of the layer, for a rule that needs these too.
     """
-    m, outputs, d = V.shape
-    here = _programs(outputs * d, ledger.needs)
-    if sums is None:
-        sums = ledger.scratch(V, "sums", *_sums_shape(m, here, ledger.needs))
-    _launch_v(V, sums, first, here, ledger.needs, True, ledger.variant, ledger.fixed, index, overlap, samples)
+    ledger = entry.ledger
+    sums = ledger.scratch(V, "sums", *_sums_shape(V.shape[0], _programs(V[0].numel(), ledger.needs), ledger.needs))
+    _launch_coefficients(V, entry, overlaps, sums, 0)
+    return entry
+
+
+def _launch_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None, sums: torch.Tensor, first: int):
+    """`sums`, `first`: where sums over all blocks of outputs are collected, and the place of this block's in them."""
+    ledger, index = entry
+    here = _programs(V.shape[1] * V.shape[2], ledger.needs)
+    _launch_v(V, sums, first, here, ledger.needs, True, ledger.variant, ledger.fixed, index, overlaps)
 
 
 def _programs(size: int, needs: Needs) -> int:
@@ -206,7 +204,7 @@ def _sums_shape(m: int, chunks: int, needs: Needs) -> tuple[int, ...]:
     return chunks, BM, BM
 
 
-def _launch_v(V, sums, first, here, needs, finish, variant, fixed, index, overlap, samples):
+def _launch_v(V, sums, first, here, needs, finish, variant, fixed, index, overlaps):
     m, outputs, d = V.shape
     size = outputs * d
     variant = (finish, size % 16 == 0, variant)
@@ -216,8 +214,7 @@ def _launch_v(V, sums, first, here, needs, finish, variant, fixed, index, overla
         launch(_ntk_kernel, plan, (V, sums), (m, first, chunks, index, size), fixed)
         return
     chunks = sums.shape[1]
-    if overlap is None:
-        overlap, samples = sums, 0
+    overlap, samples = (sums, 0) if overlaps is None else overlaps
     blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
     plan = _norm_plan(m, samples, blocks, here, chunks, variant, V.dtype, V.device)
     launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
@@ -229,14 +226,11 @@ class VBlocks:
 
     Args:
         sizes (`list[int]`): the number of elements of each block of one sequence's gradient.
-        ledger, index, overlap, samples: as for [`v_coefficients`].
+        entry, overlaps: as for [`v_coefficients`].
     """
 
-    def __init__(
-        self, sizes: list[int], ledger: KernelLedger, index: int, overlap: torch.Tensor | None = None, samples: int = 0
-    ):
-        self.arguments = (ledger, index, overlap, samples)
-        self.needs = ledger.needs
+    def __init__(self, sizes: list[int], entry: Entry, overlaps: Overlaps | None = None):
+        self.entry, self.overlaps, self.needs = entry, overlaps, entry.ledger.needs
         self.chunks = sum(_programs(size, self.needs) for size in sizes)
         self.sums: torch.Tensor | None = None
         self.first = 0
@@ -245,7 +239,7 @@ class VBlocks:
         """Take in the next block, `V` `[m, outputs, d]`."""
         if self.sums is None:
             self.sums = scratch(V, *_sums_shape(V.shape[0], self.chunks, self.needs))
-        v_coefficients(V, *self.arguments, self.sums, self.first)
+        _launch_coefficients(V, self.entry, self.overlaps, self.sums, self.first)
         self.first += _programs(V.shape[1] * V.shape[2], self.needs)
 
 
@@ -262,7 +256,7 @@ class VSums:
         needs = self.rule.needs
         here = _programs(size, needs)
         sums = scratch(V, *_sums_shape(m, here, needs))
-        _launch_v(V, sums, 0, here, needs, False, variant_of(self.rule), Fixed((sums,) * 5), 0, None, 0)
+        _launch_v(V, sums, 0, here, needs, False, variant_of(self.rule), Fixed((sums,) * 5), 0, None)
         if needs.ntk:
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
@@ -298,8 +292,9 @@ def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, devi
     return Plan((-(-size // BE), 1, 1), (size % 16 == 0, BM, BE), {"num_warps": 8})
 
 
-def combined(V: torch.Tensor, ledger: KernelLedger, index: int, dtype: torch.dtype) -> torch.Tensor:
+def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s`, `V` `[m, outputs, d]`."""
+    ledger, index = c
     m, outputs, d = V.shape
     size = outputs * d
     out = V.new_empty((outputs, d), dtype=dtype)

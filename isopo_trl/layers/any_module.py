@@ -257,8 +257,9 @@ class SequenceGroup(Layer):
             own = [(k, i) for i, k in enumerate(numbers) if use.taking[k][0].index == index]
             dtype = accumulation_dtype(per_sequence[0][own[0][1]].dtype)
             V = torch.stack([torch.cat([of_s[i].reshape(-1).to(dtype) for _, i in own]) for of_s in per_sequence])
-            samples = microbatch.sampled_sequences(index, V)
-            c = microbatch.coefficients(index, sequence_sample_statistics(V, microbatch.rule.needs, samples))
+            microbatch.collect_sequences(index, V)
+            statistics = sequence_sample_statistics(V, microbatch.rule.needs, microbatch.held(index))
+            c = microbatch.coefficients(index, statistics)
             flat = (c.to(dtype) @ V).split([per_sequence[0][i].numel() for _, i in own])
             for (k, i), gradient in zip(own, flat, strict=True):
                 result[k] = gradient.view_as(per_sequence[0][i]).to(per_sequence[0][i].dtype)

@@ -21,16 +21,16 @@ from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
     """`sum_s c_s V_s` `[d]` from the gradient at each position, `v` `[N, d]`."""
-    sequences, rule, draw = microbatch.sequences, microbatch.rule, microbatch.draw
-    if microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES:
-        into = None
-        if draw is not None and draw.is_plain(index):  # the kernel keeps what is to be kept
-            into = draw.vectors(index, v), draw.slots(sequences.rows)
-        samples = microbatch.sampled(index, v) if draw is None or into is None else draw.kept.rows_of(index)
-        ledger = microbatch.kernel_ledger(index)
-        return kernel.elementwise_gradient(v, sequences, samples, ledger, index, dtype, into=into)
-    samples = microbatch.sampled(index, v)
-    statistics, V = elementwise_statistics(v, sequences, samples, rule.needs)
+    sequences, draw = microbatch.sequences, microbatch.draw
+    by_kernel = microbatch.kernels_take(v) and v.shape[1] <= kernel.MOST_FEATURES
+    into = draw.into_vectors(index, v, sequences.rows) if by_kernel and draw is not None else None
+    if into is None:
+        microbatch.collect(index, v)
+    samples = microbatch.samples_of(index)
+    if by_kernel:
+        entry = microbatch.open_entry(range(index, index + 1))
+        return kernel.elementwise_gradient(v, sequences, samples, entry, dtype, into=into)
+    statistics, V = elementwise_statistics(v, sequences, samples, microbatch.rule.needs)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)
 
 
@@ -43,7 +43,7 @@ class VectorLayer(Layer):
         self._last: tuple = ()  # shapes of an input and its microbatch where there was no doubt, and where they were
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
-        return "kept" if any(rule.needs) else "no statistics"
+        return "whole" if any(rule.needs) else "no statistics"
 
     def axes(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
         """The dimensions of `x` that count sequences and positions; where in doubt, as when there was none."""

@@ -108,7 +108,8 @@ class _Embedding(torch.autograd.Function):
         layer, microbatch = ctx.layer, ctx.microbatch
         ids, g = _rows(ctx, grad)
         needs = microbatch.rule.needs
-        samples = microbatch.sampled(layer.index, g, a=ids)
+        microbatch.collect(layer.index, g, a=ids)
+        samples = microbatch.samples_of(layer.index)
         statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, samples, needs)
         c = microbatch.coefficients(layer.index, statistics).to(g.dtype)
         (aside,) = take_aside(ctx) or (None,)

@@ -99,7 +99,7 @@ class ExpertStack(Layer):
         experts: Any = self.forward_of.module
         return range(self.index, self.index + experts.num_experts)
 
-    def place_names(self) -> list[str]:
+    def entry_names(self) -> list[str]:
         return [f"{self.name}.{self.parameters[0]}[{e}]" for e in range(len(self.indices))]
 
     def attach(self) -> None:
@@ -370,17 +370,16 @@ def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: b
     routing, stack, microbatch = ctx.routing, ctx.stack, ctx.microbatch
     # With only the biases trained, the input that is always 1 is all there is
     inputs = a if weight else a.new_zeros(len(a), 1)
-    samples: Any = microbatch.samples
     if microbatch.draw is not None:
-        places = (routing.choices, routing.places)
-        samples = microbatch.draw.exchange_routed(stack.index, g, inputs, *places) or samples
+        microbatch.draw.collect_routed(stack.index, g, inputs, routing.choices, routing.places)
+    samples = microbatch.samples_of(stack.index)
     of_one_type = g.dtype == a.dtype
     if isinstance(samples, SampleRows):
         of_one_type = of_one_type and samples.g.dtype == samples.inputs.dtype == g.dtype
     if of_one_type and microbatch.kernels_take(g):
-        ledger = microbatch.stack_ledger(stack.indices)
-        kernels.expert_coefficients(g, inputs, bias, routing, samples, ledger, stack.index)
-        scaled = functools.partial(kernels.scaled, routing=routing, ledger=ledger, index=stack.index)
+        entry = microbatch.open_entry(stack.indices)
+        c_in_table = kernels.expert_coefficients(g, inputs, bias, routing, samples, entry)
+        scaled = functools.partial(kernels.scaled, routing=routing, c=c_in_table)
     else:
         statistics = routed_statistics(g, inputs, bias, routing, samples, microbatch.rule.needs)
         c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)

@@ -64,7 +64,7 @@ class Layer:
         """Its places in the running statistics: one, or for a stack of matrices one for each."""
         return range(self.index, self.index + 1)
 
-    def place_names(self) -> list[str]:
+    def entry_names(self) -> list[str]:
         """What each of these places is called."""
         return [f"{self.name}.{self.parameters[0]}" if self.name else self.parameters[0]]
 
@@ -78,7 +78,7 @@ class Layer:
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         """
-        How the statistics are computed for a microbatch of this size: `"ghost"`, `"kept"` or `"blocks"` (see
+        How the statistics are computed for a microbatch of this size: `"ghost"`, `"whole"` or `"blocks"` (see
         [`~geometry.cost.choose_strategy`]), or `"no statistics"` where the rule needs none.
         """
         raise NotImplementedError

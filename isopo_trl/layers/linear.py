@@ -1,19 +1,20 @@
 """`nn.Linear`, LoRA's two factors (which are `nn.Linear`), and GPT-2's `Conv1D`, whose weight is transposed."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
-from ..geometry.sequences import SampleRows, Samples
+from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
-from ..kernels import fisher_rows as kept_kernels
+from ..kernels import fisher_rows as row_kernels_from_before
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
-from ..kernels.coefficients import usable
+from ..kernels.coefficients import Entry, usable
+from ..kernels.fisher_rows import Into
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
 from .elementwise import elementwise_gradient
@@ -62,7 +63,7 @@ class LinearLayer(Layer):
         if not any(rule.needs):
             return "no statistics"
         if "weight" not in self.parameters:  # a bias alone is a vector
-            return "kept"
+            return "whole"
         weight = self.module.get_parameter("weight")
         p, d = full_shape(weight)
         if isinstance(self.module, Conv1D):
@@ -82,10 +83,28 @@ def linear_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device
     return choose_strategy(m, T, p, d, n, needs, device, kernels)
 
 
-@dataclass
-class OfTerm:
+class LinearRows(NamedTuple):
     """
-    What a linear layer keeps of terms that carry no advantage.
+    The rows of a linear layer in a backward pass, and what is to be made of them.
+
+    Args:
+        g (`torch.Tensor`): `[N, p]`, cotangents.
+        a (`torch.Tensor`): `[N, d]`, inputs.
+        dtype (`torch.dtype`): of the gradients.
+        weight, bias (`bool`): which of the two is trained.
+    """
+
+    g: torch.Tensor
+    a: torch.Tensor
+    dtype: torch.dtype
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass
+class LinearTerms:
+    """
+    What a linear layer keeps aside of terms that carry no advantage.
 
     Args:
         rows (`torch.Tensor`, *optional*): `[N, p]`, cotangents: the loss's own, rescaled, are added to them, and one
@@ -97,10 +116,9 @@ class OfTerm:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
-    def add(
-        self, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: bool, microbatch: Microbatch, dtype: torch.dtype
-    ) -> None:
-        """Take in the cotangents of a term; arguments as in [`linear_gradient`]."""
+    def add(self, rows: LinearRows, microbatch: Microbatch) -> None:
+        """Take in the rows of a term."""
+        g, a, dtype, weight, bias = rows
         if weight and (self.rows is not None or microbatch.keeps_rows(g, a)):
             self.rows = g if self.rows is None else self.rows + g
             return
@@ -123,15 +141,15 @@ def _sum(g: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None) 
     return total if plus is None else plus.add_(total)
 
 
-def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     x, weight = ctx.saved_tensors
     microbatch = ctx.microbatch
     N = microbatch.sequences.rows
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     g = grad.reshape(N, -1)
     microbatch.visit_in_term(ctx.layer.index)
-    ctx.aside = take_aside(ctx) or OfTerm()
-    ctx.aside.add(g, x.reshape(N, -1), needs_weight, needs_bias, microbatch, weight.dtype)
+    ctx.aside = take_aside(ctx) or LinearTerms()
+    ctx.aside.add(LinearRows(g, x.reshape(N, -1), weight.dtype, needs_weight, needs_bias), microbatch)
     return (g @ weight).view_as(x) if needs_x else None
 
 
@@ -147,159 +165,137 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 
 class _Linear(LayerFunction):
     @staticmethod
-    def forward(ctx, x, weight, bias, layer, microbatch, complete=True):
+    def forward(ctx, x, weight, bias, layer, microbatch, multiplies=True):
         microbatch.check(layer.name, x)
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.microbatch = layer, microbatch
-        if not complete:
+        if not multiplies:
             # Checkpointing ends a recomputation when the last tensor is saved, which an autograd function does behind
             # its forward: the product of a block's last layer, which nobody asks for, is left to be made after that
             return x.new_empty(*x.shape[:-1], len(weight))
         return apart(torch.nn.functional.linear(x, weight, bias))
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        layer, microbatch = ctx.layer, ctx.microbatch
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         # Positions were checked in the forward
-        g, a = grad.flatten(0, -2), x.flatten(0, -2)
-        of_term = take_aside(ctx)
-        gradients = linear_gradient(g, a, needs_weight, needs_bias, layer.index, microbatch, weight.dtype, of_term)
+        g = grad.flatten(0, -2)
+        rows = LinearRows(g, x.flatten(0, -2), weight.dtype, needs_weight, needs_bias)
+        gradients = linear_gradient(rows, ctx.layer.index, ctx.microbatch, take_aside(ctx))
         # Behind the other, which may need much memory for a moment
         grad_x = g.mm(weight).view_as(x) if needs_x else None
         return grad_x, *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
 
 
+_Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
 def linear_gradient(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    weight: bool,
-    bias: bool,
-    index: int,
-    microbatch: Microbatch,
-    dtype: torch.dtype,
-    of_term: OfTerm | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    rows: LinearRows, index: int, microbatch: Microbatch, terms: LinearTerms | None = None
+) -> _Gradients:
     """
     `sum_s c_s V_s` of a linear layer: the gradients of its weight `[p, d]` and bias `[p]`.
 
     Args:
-        g (`torch.Tensor`): `[N, p]` cotangents.
-        a (`torch.Tensor`): `[N, d]` inputs.
-        weight, bias (`bool`): which of the two is trained.
-        index (`int`): the layer's place in the running statistics.
+        rows ([`LinearRows`]): its rows.
+        index (`int`): the layer's entry in the running statistics.
         microbatch ([`Microbatch`]): the rest.
-        dtype (`torch.dtype`): of the result.
-        of_term ([`OfTerm`], *optional*): what is added to it.
+        terms ([`LinearTerms`], *optional*): what is added.
     """
-    of_term = of_term or OfTerm()
+    g, a, dtype, weight, bias = rows
+    terms = terms or LinearTerms()
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         alone = elementwise_gradient(g, index, microbatch, dtype)
-        return None, alone if of_term.bias is None else of_term.bias.add_(alone)
-    sequences, needs = microbatch.sequences, microbatch.rule.needs
-    kernels = g.dtype == a.dtype and microbatch.kernels_take(g)
-    samples: Any = microbatch.samples
-    into = None
-    if microbatch.draw is not None:
-        exchanged = microbatch.draw.exchange_in_kernel(index, g, a) if kernels else None
-        if exchanged is not None:
-            samples, into = exchanged
-        else:
-            samples = microbatch.sampled(index, g, a=a)
-            if isinstance(samples, SampleRows):
-                kernels = kernels and samples.g.dtype == samples.inputs.dtype == g.dtype
+        return None, alone if terms.bias is None else terms.bias.add_(alone)
+    sequences, needs, draw = microbatch.sequences, microbatch.rule.needs, microbatch.draw
+    samples = microbatch.samples_of(index)
+    kernels = g.dtype == a.dtype and microbatch.kernels_take(g) and _is_of(samples, g.dtype)
+    explicit = needs.norm or needs.ntk  # gradients V_s may be needed
     strategy: Strategy = "ghost"
-    if not kernels or needs.norm or needs.ntk:
+    if not kernels or explicit:
         n = 0 if samples is None else samples.number
         size = (sequences.count, sequences.length, g.shape[1], a.shape[1] + bias)
         strategy = linear_strategy(*size, n, needs, g.device.type, kernels)
-    if kernels and (strategy != "ghost" or not (needs.norm or needs.ntk)):
-        total, g, a = _by_kernels(g, a, bias, index, microbatch, samples, into, dtype, strategy, of_term.rows)
+    kernels = kernels and not (explicit and strategy == "ghost")
+    into = draw.into(index, g, a) if kernels and draw is not None else None
+    if into is None:
+        microbatch.collect(index, g, a=a)
+    c: torch.Tensor | Entry
+    if kernels:
+        c, V = _coefficients_by_kernels(rows, index, microbatch, samples, into, strategy)
     else:
-        if into is not None:
-            microbatch.sampled(index, g, a=a)
-        total, g, a = _by_torch(g, a, bias, index, microbatch, samples, dtype, strategy, of_term.rows)
-    if total is None:
-        return _product(g, a, dtype, of_term.weight), _sum(g, dtype, of_term.bias) if bias else None
-    of_weight, of_bias = (total[:, :-1], total[:, -1]) if bias else (total, None)
-    if of_term.rows is not None:
-        _product(of_term.rows, a, dtype, of_weight)
-        if of_bias is not None:
-            _sum(of_term.rows, dtype, of_bias)
-    if of_term.weight is not None:
-        of_weight += of_term.weight
-    if of_bias is not None and of_term.bias is not None:
-        of_bias += of_term.bias
-    return of_weight, of_bias
-
-
-_Total = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]
-
-
-def _by_torch(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    bias: bool,
-    index: int,
-    microbatch: Microbatch,
-    samples: Samples | SampleRows | None,
-    dtype: torch.dtype,
-    strategy: Strategy,
-    plus: torch.Tensor | None,
-) -> _Total:
-    """
-    The gradient, or `None` and the rows, one side of them scaled, whose product it is; only in these is `plus`
-    `[N, p]`, which is added to cotangents.
-    """
-    sequences = microbatch.sequences
-    statistics, V = linear_statistics(g, a, bias, sequences, samples, microbatch.rule.needs, strategy)
-    c = microbatch.coefficients(index, statistics)
+        statistics, V = linear_statistics(g, a, bias, sequences, samples, needs, strategy)
+        c = microbatch.coefficients(index, statistics)
     if V is not None:
-        return torch.einsum("m,mpd->pd", c.to(V.dtype), V).to(dtype), g, a
-    c = c.to(g.dtype)
-    if bias or plus is not None or g.shape[1] <= a.shape[1]:
-        return None, sequences.scaled(g, c, plus), a
-    return None, g, sequences.scaled(a, c)  # the same product, with fewer elements to scale
+        return _with_terms(_combined(V, c, dtype), rows, terms)
+    if bias or terms.rows is not None or g.shape[1] <= a.shape[1]:
+        g = _scaled(g, c, sequences, terms.rows)
+    else:
+        a = _scaled(a, c, sequences)  # the same product, with fewer elements to scale
+    return _product(g, a, dtype, terms.weight), _sum(g, dtype, terms.bias) if bias else None
 
 
-def _by_kernels(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    bias: bool,
-    index: int,
-    microbatch: Microbatch,
-    samples: Any,
-    into: Any,
-    dtype: torch.dtype,
-    strategy: Strategy,
-    plus: torch.Tensor | None,
-) -> _Total:
-    """The same with Triton's kernels."""
+def _is_of(samples: Any, dtype: torch.dtype) -> bool:
+    return not isinstance(samples, SampleRows) or samples.g.dtype == samples.inputs.dtype == dtype
+
+
+def _coefficients_by_kernels(
+    rows: LinearRows, index: int, microbatch: Microbatch, samples: Any, into: Into | None, strategy: Strategy
+) -> tuple[Entry, torch.Tensor | None]:
+    """The coefficients, by Triton's kernels, and `V` `[m, p, d (+1)]` where the strategy forms it whole."""
+    g, a, _, _, bias = rows
     sequences, needs = microbatch.sequences, microbatch.rule.needs
-    ledger = microbatch.kernel_ledger(index)
-    overlap: Any = None
+    entry = microbatch.open_entry(range(index, index + 1))
+    given = (g, a, bias, sequences, samples, entry)
+    from_before = isinstance(samples, SampleRows)
+    if not (needs.norm or needs.ntk):
+        if not needs.overlap:  # the coefficients are there already
+            return entry, None
+        if from_before:
+            return row_kernels_from_before.overlap_coefficients(*given, into), None
+        return row_kernels.overlap_coefficients(*given), None
+    overlaps = None
     if needs.overlap:
-        finish = not (needs.norm or needs.ntk)
-        given = (g, a, bias, sequences, samples, ledger, index, finish)
-        if isinstance(samples, SampleRows):
-            overlap = kept_kernels.overlap_coefficients(*given, into)
-        else:
-            overlap = row_kernels.overlap_coefficients(*given)
-    n = 0 if overlap is None else samples.number
-    if strategy == "kept":
+        overlaps = row_kernels_from_before.overlaps(*given, into) if from_before else row_kernels.overlaps(*given)
+    if strategy == "whole":
         m, T = sequences.count, sequences.length  # the layout is regular
         V = product(g.view(m, T, -1).transpose(1, 2), with_ones(a.view(m, T, -1), bias))
-        v_kernels.v_coefficients(V, ledger, index, overlap, n)
-        return v_kernels.combined(V, ledger, index, dtype), g, a
-    if strategy == "blocks":
-        p, d = g.shape[1], a.shape[1] + bias
-        rows = block_rows(sequences.count, d)
-        sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
-        blocks = v_kernels.VBlocks(sizes, ledger, index, overlap, n)
-        for _, V in sequence_gradients(g, a, bias, sequences, rows):
-            blocks.add(V)
-    if bias or plus is not None or g.shape[1] <= a.shape[1]:
-        return None, row_kernels.scaled(g, sequences, ledger, index, plus), a
-    return None, g, row_kernels.scaled(a, sequences, ledger, index)
+        return v_kernels.v_coefficients(V, entry, overlaps), V
+    p, d = g.shape[1], a.shape[1] + bias
+    at_once = block_rows(sequences.count, d)
+    blocks = v_kernels.VBlocks([min(at_once, p - start) * d for start in range(0, p, at_once)], entry, overlaps)
+    for _, V in sequence_gradients(g, a, bias, sequences, at_once):
+        blocks.add(V)
+    return entry, None
+
+
+def _scaled(
+    x: torch.Tensor, c: "torch.Tensor | Entry", sequences: Sequences, plus: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Each row of `x` `[N, d]` times its sequence's coefficient, and `plus` `[N, d]`."""
+    if isinstance(c, Entry):
+        return row_kernels.scaled(x, sequences, c, plus)
+    return sequences.scaled(x, c.to(x.dtype), plus)
+
+
+def _combined(V: torch.Tensor, c: "torch.Tensor | Entry", dtype: torch.dtype) -> torch.Tensor:
+    """`sum_s c_s V_s` `[p, d]`."""
+    if isinstance(c, Entry):
+        return v_kernels.combined(V, c, dtype)
+    return torch.einsum("m,mpd->pd", c.to(V.dtype), V).to(dtype)
+
+
+def _with_terms(total: torch.Tensor, rows: LinearRows, terms: LinearTerms) -> _Gradients:
+    """The gradients of weight and bias out of `total` `[p, d (+1)]`, with what was kept of terms."""
+    weight, bias = (total[:, :-1], total[:, -1]) if rows.bias else (total, None)
+    if terms.rows is not None:
+        _product(terms.rows, rows.a, rows.dtype, weight)
+        if bias is not None:
+            _sum(terms.rows, rows.dtype, bias)
+    if terms.weight is not None:
+        weight += terms.weight
+    if bias is not None and terms.bias is not None:
+        bias += terms.bias
+    return weight, bias

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..geometry.cost import KEPT_LIMIT, Needs, Strategy, aligned, block_rows, choose_strategy
+from ..geometry.cost import WHOLE_LIMIT, Needs, Strategy, aligned, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import (
     DenseInputs,
@@ -91,7 +91,7 @@ def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: 
     norm would need, have to be kept from one part of the vocabulary to the next.
     """
     strategy = choose_strategy(m, T, p, d, n, needs._replace(overlap=False), device)
-    if strategy == "ghost" and (needs.ntk or (needs.norm and m * T * T > KEPT_LIMIT)):
+    if strategy == "ghost" and (needs.ntk or (needs.norm and m * T * T > WHOLE_LIMIT)):
         return "blocks"
     return strategy
 
@@ -199,18 +199,17 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     index, needs = ctx.layer.index, microbatch.rule.needs
     vocab, d = weight.shape
     a = hidden.to(ctx.compute_dtype)
-    keeping = None
-    samples: Any = None
+    slots = None
     if microbatch.draw is not None:
-        keeping = microbatch.draw.in_parts(index, {"g": a.new_empty(0, vocab), "a": a[:0]}, ctx.row_of)
-        samples = keeping.held
+        slots = microbatch.draw.in_parts(index, {"g": a.new_empty(0, vocab), "a": a[:0]}, ctx.row_of)
+    samples: Any = microbatch.held(index)
     if samples is None and microbatch.samples is not None:
         samples = microbatch.samples.moved(ctx.row_of)
     m, n = sequences.count, 0 if samples is None else samples.number
 
     if len(a) == 0:  # no token is scored, and TRL still asks for a gradient
-        if keeping is not None:
-            keeping.put_nothing()
+        if slots is not None:
+            slots.put_nothing()
         none = a.new_zeros
         microbatch.coefficients(index, Statistics(none(1, m), none(1), none(m), none(m, m)))
         parts = ((needs_hidden, hidden), (needs_weight, weight), (needs_bias, bias))
@@ -242,8 +241,8 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
             grad_bias[part] = grad_bias[part] + total if add else total
 
     sums = _HeadStatistics(a, needs_bias, sequences, samples, microbatch.rule, strategy)
-    if keeping is not None:
-        keeping.put("a", a)
+    if slots is not None:
+        slots.put("a", a)
     known = scaled = ones = None
     if not any(needs):  # the coefficients are there: one pass does it all
         # In float32, and rounded once: an advantage in bf16 would be off by up to a part in 500
@@ -258,10 +257,10 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         if scaled is not None:
             weight_gradients(part, tile, scaled, ones)
             continue
-        if keeping is not None:
-            keeping.put("g", tile, part)
+        if slots is not None:
+            slots.put("g", tile, part)
         V = sums.add(tile, part)
-        if V is not None and strategy == "kept":
+        if V is not None and strategy == "whole":
             formed.append((part, V))
     if known is None:
         c = microbatch.coefficients(index, sums.result())

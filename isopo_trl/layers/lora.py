@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward, parameter_of, take_aside
-from .linear import LinearLayer, OfTerm, linear_gradient
+from .linear import LinearLayer, LinearRows, LinearTerms, linear_gradient
 
 
 class LoRALinear(Layer):
@@ -128,9 +128,9 @@ def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     g = grad.reshape(len(x), -1)
     dh = torch.addmm(h, g, B, beta=0, alpha=ctx.scaling)
     microbatch.visit_in_term(layer.A.index, layer.B.index)
-    ctx.aside = of_A, of_B = take_aside(ctx) or (OfTerm(), OfTerm())
-    of_A.add(dh, x, True, False, microbatch, ctx.dtype)
-    of_B.add(g, h, True, False, microbatch, ctx.dtype)
+    ctx.aside = of_A, of_B = take_aside(ctx) or (LinearTerms(), LinearTerms())
+    of_A.add(LinearRows(dh, x, ctx.dtype), microbatch)
+    of_B.add(LinearRows(g, h, ctx.dtype), microbatch)
     if not ctx.needs_input_grad[0]:
         return None
     return (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
@@ -161,6 +161,6 @@ class _LoRA(LayerFunction):
         if ctx.needs_input_grad[0]:
             grad_x = g.mm(weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
         of_A, of_B = take_aside(ctx) or (None, None)
-        grad_B, _ = linear_gradient(g, h, True, False, layer.B.index, microbatch, ctx.dtype, of_B)
-        grad_A, _ = linear_gradient(dh, x, True, False, layer.A.index, microbatch, ctx.dtype, of_A)
+        grad_B, _ = linear_gradient(LinearRows(g, h, ctx.dtype), layer.B.index, microbatch, of_B)
+        grad_A, _ = linear_gradient(LinearRows(dh, x, ctx.dtype), layer.A.index, microbatch, of_A)
         return grad_x, None, None, grad_A, grad_B, None, None, None

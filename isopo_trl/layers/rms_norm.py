@@ -84,23 +84,22 @@ class _RMSNorm(LayerFunction):
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
-        sequences, draw = microbatch.sequences, microbatch.draw
-        samples: Any = microbatch.samples
-        into = None
-        if draw is not None and draw.is_plain(layer.index):
-            into = draw.vectors(layer.index, x), draw.slots(sequences.rows)
+        sequences, draw, index = microbatch.sequences, microbatch.draw, layer.index
+        positions: Any = microbatch.samples
+        into = None if draw is None else draw.into_vectors(index, x, sequences.rows)
         if x.dim() == 3:  # positions may come in one row
             grad = grad.reshape(*microbatch.shape, -1)
-        ledger = microbatch.kernel_ledger(layer.index)
-        flavour = layer._flavour
-        dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, flavour, sequences, samples, into, ledger)
-        if draw is not None:
-            if into is None:
-                draw.put_samples(layer.index, of_samples, sequences.rows)
-            samples = draw.kept.rows_of(layer.index) or samples
-            of_samples = of_samples if samples is microbatch.samples else samples.g
+        entry = microbatch.open_entry(layer.indices)
+        memory, flavour = entry.ledger, layer._flavour
+        dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, flavour, sequences, positions, into, memory)
+        if draw is not None and into is None:
+            draw.collect_samples(index, of_samples, sequences.rows)
+        held = microbatch.held(index)
+        if held is not None:
+            of_samples = held.g
+        samples = held or positions
         of_term = take_aside(ctx)
-        total = elementwise_gradient(of_samples, sequences, samples, ledger, layer.index, weight.dtype, sums, of_term)
+        total = elementwise_gradient(of_samples, sequences, samples, entry, weight.dtype, sums, of_term)
         return dx, total, None, None
 
 

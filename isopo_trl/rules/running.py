@@ -243,7 +243,6 @@ class RunningStatistics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mean = state["mean"].to(self.mean)
         self.known = list(state["known"])
-        if "moments" in state:  # early checkpoints have none
-            self._diagnostics.moments = state["moments"].to(self.mean)
-        self._of_rows = list(state.get("of_rows", [False] * len(self.known)))
+        self._diagnostics.moments = state["moments"].to(self.mean)
+        self._of_rows = list(state["of_rows"])
         self._refresh()

@@ -5,7 +5,8 @@ The weights of most models come from a file in bf16, and in float32 they begin a
 small part of what lies between two of these, and of what TF32 can tell apart. Rounded to either, most of them are
 where they were, and the step seems to have hardly happened; where products cut bits off instead, it seems a hundred
 times as long. That goes on until steps have spread the weights. Rounded activations do less harm: they add noise,
-which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in bf16 (`benchmarks/step_precision.py`).
+which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in bf16
+(`benchmarks/questions/step_precision.py`).
 
 So under [`in_float32`] activations are in float32, and narrower weights are widened where they are used. On GPUs,
 where float32 is slow, layers multiply in float16, which has as many bits as TF32, 11, and so the same noise (bf16 has

@@ -7,10 +7,12 @@ import pytest
 
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOLDERS = [str(BENCHMARKS / name) for name in ("learning", "speed", "questions")]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def importable():
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path[:0] = FOLDERS
     yield
-    sys.path.remove(str(BENCHMARKS))
+    for folder in FOLDERS:
+        sys.path.remove(folder)

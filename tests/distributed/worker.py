@@ -312,19 +312,16 @@ def step(rule, weights):
     with MonkeyPatch.context() as patch:
         step_scope.in_float64(patch)
         model = step_scope.build(weights == "lora")
-        rows = {}
-        for steps_back, offload in ((2, False), (1, True), (1, False)):
-            settings = {"fisher_samples": step_scope.SAMPLES, "fisher_scope": "step", "fisher_steps": steps_back}
-            isopo = ISOPO(model, rule, seed=42, fisher_offload=offload, **settings)
-            for number in range(step_scope.STEPS):
-                batch = step_scope.batch_of(number)
-                own = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
-                weights_of_tokens = step_scope.WEIGHTS(batch)[own]
-                # The ranks' own ways to cut
-                cut = [4, 4] if RANK == 0 else [1, 7]
-                step_scope.run_step(model, isopo, batch.part(own), cut, weights=weights_of_tokens)
-            rows[steps_back, offload] = isopo.state_dict()["rows"]["rows"]
-            isopo.detach()
+        isopo = ISOPO(model, rule, seed=42, fisher_samples=step_scope.SAMPLES, fisher_scope="step")
+        for number in range(step_scope.STEPS):
+            batch = step_scope.batch_of(number)
+            own = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
+            weights_of_tokens = step_scope.WEIGHTS(batch)[own]
+            # The ranks' own ways to cut
+            cut = [4, 4] if RANK == 0 else [1, 7]
+            step_scope.run_step(model, isopo, batch.part(own), cut, weights=weights_of_tokens)
+        rows = isopo.state_dict()["rows"]["rows"]
+        isopo.detach()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     for gradient in gradients.values():
         torch.distributed.all_reduce(gradient)

@@ -1,4 +1,4 @@
-"""Rows that are kept over steps: their state, how far back they reach, and what must not get into them."""
+"""Rows that are kept over steps: their state, and what must not get into them."""
 
 import logging
 import warnings
@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isopo_trl import ISOPO
 from isopo_trl.checkpoints import files
-from isopo_trl.fisher_rows.rows import KeptRows, Place
+from isopo_trl.fisher_rows.rows import FisherRows
 from isopo_trl.geometry.routing import Routing
-from isopo_trl.geometry.sequences import SampleRows, Sequences
+from isopo_trl.geometry.sequences import Sequences
 from tests import oracle, tiny, training
 from tests.fisher_rows.test_step_scope import sampled_positions
 
@@ -77,34 +77,9 @@ def test_the_constant_of_the_loss_is_no_part_of_the_rows():
     check(model, second.expected(first.rows(6)))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_rows_reach_as_many_steps_back_as_is_asked_for(offload):
-    """Of six rows, each step replaces two; the first fills all of them."""
-    model, isopo = attached(fisher_steps=3, fisher_offload=offload)
-    steps = [Step(number) for number in range(6)]
-    rows = steps[0].rows(6)
-    steps[0].run(model, isopo)
-    for step in steps[1:]:
-        step.run(model, isopo)
-        check(model, step.expected(rows))
-        turn = step.number % 3
-        rows = torch.cat([rows[: 2 * turn], step.rows(2), rows[2 * turn + 2 :]])
-
-
-def test_rows_in_the_hosts_memory_are_brought_to_where_the_layer_is():
-    g, a, choices = torch.ones(2, 1, 3), torch.ones(2, 1, 4), torch.ones(2, 1, dtype=torch.long)
-    for rows in ((g,), (g, a), (g, a, choices)):
-        held = SampleRows(*rows)
-        found = Place(held, {"g": torch.empty(2, 1, 3, device="meta")}, torch.float32).fetched()
-        for x, fetched in zip((*rows, None, None), (found.g, found.a, found.choices), strict=False):
-            assert fetched is x or (fetched.is_meta and (fetched.shape, fetched.dtype) == (x.shape, x.dtype))
-        assert Place(held, {"g": torch.empty(2, 1, 3)}, torch.float32).fetched() is held
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind(offload):
+def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind():
     """Six rows are asked for, and the third step has four positions; memory is that of the first one's rows."""
-    model, isopo = attached(fisher_offload=offload)
+    model, isopo = attached()
     steps = [Step(number) for number in range(4)]
     for step in steps[:2]:
         step.run(model, isopo)
@@ -115,14 +90,13 @@ def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind(offload)
 
 def test_a_resumed_run_goes_on_bit_for_bit():
     steps = [Step(number) for number in range(5)]
-    model, isopo = attached(fisher_steps=2, scale="relative", regularization=0.1)
+    model, isopo = attached(scale="relative", regularization=0.1)
     saved = None
     for step in steps:
         step.run(model, isopo, (0.5,) * B)
         if step.number == 2:
             saved = isopo.state_dict()
-    # Where rows lie in the meantime is nothing that a checkpoint knows
-    again, resumed = attached(fisher_steps=2, scale="relative", regularization=0.1, fisher_offload=True)
+    again, resumed = attached(scale="relative", regularization=0.1)
     resumed.load_state_dict(saved)
     for found, expected in zip(flat(resumed.state_dict()), flat(saved), strict=True):
         assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
@@ -160,7 +134,6 @@ def loaded(caplog, state, **settings):
     [
         ({"fisher_scope": "microbatch"}, ["fisher_scope='microbatch' to 'step'"]),
         ({"fisher_samples": 5}, ["fisher_samples=5 to 6"]),
-        ({"fisher_steps": 2}, ["fisher_steps=2 to 1"]),
     ],
 )
 def test_without_rows_that_fit_the_first_step_goes_by_the_microbatch_and_that_is_said(saved, changed, caplog):
@@ -169,7 +142,7 @@ def test_without_rows_that_fit_the_first_step_goes_by_the_microbatch_and_that_is
     model, isopo, said = loaded(caplog, isopo.state_dict())
     assert len(said) == 2 and all(change in said[0] for change in changed)
     assert "no rows of the last step" in said[1] and "by the microbatch" in said[1]
-    step = Step(isopo._kept.closed_steps)
+    step = Step(isopo._rows.closed_steps)
     step.run(model, isopo)
     check(model, by_microbatch(step))
 
@@ -181,14 +154,11 @@ def by_microbatch(step):
     return sum(own).view(2, D)
 
 
-@pytest.mark.parametrize("rows", [[], {}, {"closed_steps": 1}, {"rows": [1]}, {"sets": {}}])
-def test_what_are_no_rows_is_refused_and_changes_nothing(rows):
+def test_what_are_no_rows_is_refused_and_changes_nothing():
     model, isopo = attached()
     Step(0).run(model, isopo)
-    state = isopo.state_dict()
-    state["rows"] = {**state["rows"], **rows} if rows and "closed_steps" not in rows else rows
-    with pytest.raises(ValueError, match="in place of their rows"):
-        isopo.load_state_dict(state)
+    with pytest.raises(ValueError, match="rows missing, or of another type"):
+        isopo.load_state_dict({**isopo.state_dict(), "rows": []})
     second = Step(1)
     second.run(model, isopo)
     check(model, second.expected(Step(0).rows(6)))
@@ -316,15 +286,6 @@ def test_a_term_without_an_advantage_is_added_as_it_is_and_leaves_no_rows():
     check(model, steps[2].expected(steps[1].rows(6)))
 
 
-def test_a_step_collects_no_more_rows_than_it_replaces():
-    model, isopo = attached(fisher_steps=3)
-    sizes = []
-    for number in range(3):
-        Step(number).run(model, isopo)
-        sizes.append(len(isopo._kept._collected[0]["g"]))
-    assert sizes == [2, 2, 2] and len(isopo._kept._held[0]["g"]) == 6
-
-
 class Operations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -335,34 +296,33 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("steps", [1, 2], ids=["changing places", "choosing rows"])
-def test_closing_a_step_takes_as_many_operations_for_two_layers_as_for_five(steps):
-    """Choosing rows is what several ranks do, too."""
+def test_closing_a_step_takes_as_many_operations_for_two_layers_as_for_five():
     taken = []
     for layers in (2, 5):
-        kept = KeptRows(6, steps)
+        kept = FisherRows(6)
         for number in range(3):
             step = Step(number)
             draw = kept.draw(step.mask != 0, Sequences.regular(B, T), torch.arange(B), 1.0)
             for layer in range(layers):
-                draw.exchange(layer, {"g": step.g.flatten(0, 1), "a": step.x.flatten(0, 1)})
-            kept.commit(draw)
+                draw.collect(layer, {"g": step.g.flatten(0, 1), "a": step.x.flatten(0, 1)})
+            kept.commit(draw, unreached=[])
             with Operations() as operations:
                 kept.close()
         taken.append(operations.names)
-    assert taken[0] == taken[1] and (steps > 1 or taken[0] == ["aten.zero_.default"])
+    assert taken == [["aten._foreach_zero_.default"]] * 2
 
 
 def test_the_order_of_experts_is_that_of_the_rows_of_the_step():
     """Memory comes back after two steps, with other rows in it."""
-    kept, generator = KeptRows(6), torch.Generator().manual_seed(0)
+    kept, generator = FisherRows(6), torch.Generator().manual_seed(0)
     for number in range(5):
         step = Step(number)
         routing = Routing.of(torch.rand(B * T, 4, generator=generator).topk(2).indices, 4, Sequences.regular(B, T))
         draw = kept.draw(step.mask != 0, Sequences.regular(B, T), torch.arange(B), 1.0)
         g, a = (routing.of_positions(x.flatten(0, 1)) for x in (step.g, step.x))
-        samples = draw.exchange_routed(0, g, a, routing.choices, routing.places)
-        kept.commit(draw)
+        draw.collect_routed(0, g, a, routing.choices, routing.places)
+        samples = kept.held(0)
+        kept.commit(draw, unreached=[])
         if samples is not None:
             rows, bounds = routing.kept_rows(samples)
             for expert in range(4):
@@ -377,15 +337,6 @@ def test_nothing_is_drawn_from_the_global_stream():
     state = torch.get_rng_state()  # the layer's initial weights are
     Step(0).run(model, isopo)
     assert torch.equal(torch.get_rng_state(), state) and not torch.equal(before, state)
-
-
-def test_parts_of_the_slots_take_turns():
-    kept = KeptRows(7, 3)
-    kept._held = {0: {}}
-    found = []
-    for kept.closed_steps in range(3):
-        found.append(kept._slots(7))
-    assert found == [slice(0, 2), slice(2, 4), slice(4, 7)]
 
 
 # The trainer

@@ -53,7 +53,7 @@ def test_rows_are_sorted_by_expert_and_sequence():
 @pytest.mark.parametrize("limit", [2**25, 1], ids=["at once", "in parts"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_statistics_are_those_of_a_loop(bias, limit, monkeypatch):
-    monkeypatch.setattr(geometry, "KEPT_LIMIT", limit)
+    monkeypatch.setattr(geometry, "WHOLE_LIMIT", limit)
     routing, g, a = example()
     both = routed_statistics(g, a, bias, routing, SAMPLES, Needs(overlap=True, norm=True))
     ntk = routed_statistics(g, a, bias, routing, None, Needs(ntk=True, norm=True))

@@ -20,7 +20,7 @@ from isopo_trl.geometry.statistics import (
 ALL = Needs(overlap=True, norm=True, ntk=True)
 # What the rules ask for, alone and together
 NEEDS = [Needs(), Needs(overlap=True), Needs(norm=True), Needs(ntk=True), Needs(overlap=True, norm=True), ALL]
-STRATEGIES = ["ghost", "kept", "blocks"]
+STRATEGIES = ["ghost", "whole", "blocks"]
 NAMES = ["overlap", "sample_norm", "norm", "ntk"]
 
 
@@ -28,8 +28,8 @@ NAMES = ["overlap", "sample_norm", "norm", "ntk"]
 def small_blocks():
     """Limits so small that even tiny tensors are cut into several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "KEPT_LIMIT", 12)
-        patch.setattr(statistics, "KEPT_LIMIT", 12)
+        patch.setattr(cost, "WHOLE_LIMIT", 12)
+        patch.setattr(statistics, "WHOLE_LIMIT", 12)
         patch.setattr(statistics, "_ROWS_AT_ONCE", 3)
         yield
 
@@ -105,7 +105,7 @@ def test_linear_statistics_are_the_definition(strategy, layout, p, d, bias, zero
     for needs in NEEDS:
         result, kept = linear_statistics(g, a, bias, sequences, samples, needs, strategy)
         assert_same(result, expected, needs)
-        if strategy == "kept":
+        if strategy == "whole":
             torch.testing.assert_close(kept.flatten(1), V, rtol=1e-10, atol=1e-10)
         else:
             assert kept is None

@@ -20,10 +20,11 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
-from isopo_trl.geometry.cost import KEPT_BY_KERNELS
+from isopo_trl.geometry.cost import WHOLE_BY_KERNELS
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.integrations.autograd_thread import calling_thread
 from isopo_trl.kernels import halves, launch, linear, v
+from isopo_trl.kernels.coefficients import Entry
 from isopo_trl.step_size import cuda_graphs, measurement, precise_forward
 from tests import oracle, tiny, training
 from tests.gradients import architectures
@@ -233,7 +234,7 @@ def test_a_direct_launch_does_what_tritons_own_does():
     x, noted = given.a.contiguous(), []
 
     def scaled():
-        return linear.scaled(x, given.sequences, run.ledger, 0).clone()
+        return linear.scaled(x, given.sequences, Entry(run.ledger, 0)).clone()
 
     linear._scale_plan.cache_clear()
     first, direct = scaled(), scaled()
@@ -441,24 +442,6 @@ def test_the_backward_waits_for_the_device_no_more_often_than_grpo(rule, lora, t
     assert counts[1] <= counts[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_rows_that_are_held_in_the_hosts_memory_are_the_same(family, tmp_path):
-    _, inputs = batch_on("cuda")
-    results = []
-    for offload in (False, True):
-        settings = {"fisher_samples": 8, "fisher_offload": offload, "router_aux_loss_coef": 0.0}
-        trainer = trainer_for(tiny.model(family), tmp_path, **settings)
-        for _ in range(3):
-            trainer.model.zero_grad()
-            trainer.compute_loss(trainer.model, inputs).backward()
-            trainer.isopo.end()
-            trainer.isopo.step()
-        held = [x for rows in trainer.isopo._kept._held.values() for x in rows.values()]
-        assert held and all(x.is_pinned() if offload else x.is_cuda for x in held)
-        results.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
-    assert (results[1] - results[0]).norm() / results[0].norm() < 1e-4
-
-
 def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
     _, inputs = batch_on("cuda")
     results = []
@@ -557,13 +540,13 @@ def test_the_largest_gradients_that_are_kept(rule):
     """As many elements as are kept at most: sums over thousands of programs, and places beyond 2^24."""
     m, p = 4, 2**13
     generator = torch.Generator("cuda").manual_seed(0)
-    V = torch.randn(m, p, KEPT_BY_KERNELS // (m * p), generator=generator, device="cuda")
+    V = torch.randn(m, p, WHOLE_BY_KERNELS // (m * p), generator=generator, device="cuda")
     run = batches.Run.of(batches.batch(m, 1, 1, 1, 1), rule)
-    v.v_coefficients(V, run.ledger, run.index)
+    v.v_coefficients(V, run.entry)
     ntk = torch.stack([torch.stack([(V[i].double() * V[j]).sum() for j in range(m)]) for i in range(m)])
     run.check(Statistics(norm=ntk.diagonal(), ntk=ntk), batches.STATISTIC[torch.float32])
     expected = torch.einsum("m,mpd->pd", run.ledger.table[run.index, 0].double(), V[:, -64:].double())
-    combined = v.combined(V, run.ledger, run.index, torch.float32)
+    combined = v.combined(V, run.entry, torch.float32)
     batches.close(combined[-64:], expected, batches.GRADIENT[torch.float32])
 
 

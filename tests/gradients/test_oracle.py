@@ -103,14 +103,14 @@ def test_gradient_is_the_definition(family, lora, rule, tmp_path):
     check(model, oracle.expected_gradients(model, reference(family, lora), BATCH(), rows, rule))
 
 
-@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("strategy", ["ghost", "whole", "blocks"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt2"])  # biases, soft caps and scales, Conv1D
 def test_every_strategy_gives_the_same_gradient(family, rule, strategy, tmp_path, monkeypatch):
     for module in (isopo_trl.layers.linear, isopo_trl.layers.lm_head):
         monkeypatch.setattr(module, "choose_strategy", lambda *_: strategy)
     monkeypatch.setattr(isopo_trl.layers.lm_head, "_TILE", 23 * 10)  # several tiles, the last one narrower
-    monkeypatch.setattr(isopo_trl.geometry.cost, "KEPT_LIMIT", 4 * 17 * 5)
+    monkeypatch.setattr(isopo_trl.geometry.cost, "WHOLE_LIMIT", 4 * 17 * 5)
     model = build(family)
     rows = backward(trainer_for(model, tmp_path, rule=rule, scale="paper"), BATCH())
     check(model, oracle.expected_gradients(model, reference(family, False), BATCH(), rows, rule, scale="paper"))

@@ -16,7 +16,7 @@ import torch
 from isopo_trl.geometry.sequences import Samples, Sequences, draw_samples
 from isopo_trl.geometry.statistics import elementwise_statistics, linear_statistics, sequence_gradients
 from isopo_trl.kernels import elementwise, linear, v
-from isopo_trl.kernels.coefficients import KernelLedger
+from isopo_trl.kernels.coefficients import Entry, KernelLedger
 from isopo_trl.kernels.launch import ENABLED, INTERPRET
 from isopo_trl.rules import Coefficients, make_rule
 from isopo_trl.rules.ledger import Ledger
@@ -122,7 +122,8 @@ def running_with_history(rule):
     mean = torch.tensor(HISTORY, dtype=torch.float64).repeat(LAYERS, 1)
     assert mean.shape[1] == len(EXPECTATIONS)
     mean[UNKNOWN] = 0
-    running.load_state_dict({"mean": mean, "known": [layer != UNKNOWN for layer in range(LAYERS)]})
+    known = [layer != UNKNOWN for layer in range(LAYERS)]
+    running.load_state_dict({**running.state_dict(), "mean": mean, "known": known})
     return running
 
 
@@ -141,6 +142,10 @@ class Run:
         running = running_with_history(rule)
         ledger = running.open(given.advantages, loss_scale)
         return cls(running, KernelLedger(ledger), index, loss_scale, ledger)
+
+    @property
+    def entry(self):
+        return Entry(self.ledger, self.index)
 
     def plain(self, statistics):
         history = self.running.expectations(self.index)
@@ -204,19 +209,19 @@ def run_linear(given, run, rows=None):
     explicit = rule.needs.norm or rule.needs.ntk
     overlap = V = None
     if rule.needs.overlap:
-        arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.ledger, run.index)
-        overlap = linear.overlap_coefficients(*arguments, finish=not explicit)
+        arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.entry)
+        overlap = (linear.overlaps if explicit else linear.overlap_coefficients)(*arguments)
     if explicit:
         p, d = given.g.shape[1], given.a.shape[1] + given.bias
         rows = rows or p
         sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
-        sums = v.VBlocks(sizes, run.ledger, run.index, overlap, len(given.samples.rows))
+        sums = v.VBlocks(sizes, run.entry, overlap)
         for _, V in sequence_gradients(given.g, given.a, given.bias, given.sequences, rows):
             sums.add(V)
     return V
 
 
-def plain_statistics(given, needs, strategy="kept"):
+def plain_statistics(given, needs, strategy="whole"):
     """The same layer's statistics in plain PyTorch, from the same numbers in float64."""
     g, a = given.g.double(), given.a.double()
     return linear_statistics(g, a, given.bias, given.sequences, given.samples, needs, strategy)
@@ -225,7 +230,7 @@ def plain_statistics(given, needs, strategy="kept"):
 def run_elementwise(given, run, dtype=None):
     """The gradient `[p]` of an elementwise parameter from the kernels."""
     samples = given.samples if run.running.rule.needs.overlap else None
-    arguments = (given.g, given.sequences, samples, run.ledger, run.index, dtype or given.g.dtype)
+    arguments = (given.g, given.sequences, samples, run.entry, dtype or given.g.dtype)
     return elementwise.elementwise_gradient(*arguments)
 
 

@@ -11,7 +11,7 @@ from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
 from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, halves, linear, rms_norm, v
 from isopo_trl.kernels import launch as launching
-from isopo_trl.kernels.coefficients import KernelLedger, usable
+from isopo_trl.kernels.coefficients import Entry, KernelLedger, usable
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
 from isopo_trl.rules import make_rule
 from isopo_trl.rules.running import RunningStatistics
@@ -144,16 +144,17 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
     overlap = None
     explicit = rule.needs.norm or rule.needs.ntk
     if rule.needs.overlap:
-        overlap = linear.overlap_coefficients(g, a, True, sequences, samples, ledger, 0, finish=not explicit)
+        found = linear.overlaps if explicit else linear.overlap_coefficients
+        overlap = found(g, a, True, sequences, samples, Entry(ledger, 0))
         expected |= {"_overlap_kernel"}
     if explicit:
         V = tensor(m, p, d)
-        v.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
-        v.combined(V, ledger, 0, dtype)
+        v.v_coefficients(V, Entry(ledger, 0), overlap)
+        v.combined(V, Entry(ledger, 0), dtype)
         expected |= {"_ntk_kernel" if rule.needs.ntk else "_norm_kernel", "_combine_kernel"}
-    linear.scaled(g, sequences, ledger, 0)
-    linear.scaled(g, sequences, ledger, 0, plus=g)
-    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, dtype)
+    linear.scaled(g, sequences, Entry(ledger, 0))
+    linear.scaled(g, sequences, Entry(ledger, 0), plus=g)
+    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, Entry(ledger, 0), dtype)
     assert set(compiled) == expected
 
 
@@ -170,7 +171,7 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
 def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_samples(compiled, dtype):
     sequences, samples, ledger = microbatch(RULES["fig4"], 2, 64, 128)
     g = tensor(128, 4096, dtype=dtype)
-    linear.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
+    linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0))
     assert compiled["_overlap_kernel"] > 2**15  # there is something under way
 
 
@@ -185,10 +186,12 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
     assert usable(g, m, 128, rule)
     overlap = None
     if rule.needs.overlap:
-        overlap = linear.overlap_coefficients(g, g, False, sequences, samples, ledger, 0, finish=False)
-    v.v_coefficients(V, ledger, 0, overlap, len(samples.rows))
+        overlap = linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0))
+    v.v_coefficients(V, Entry(ledger, 0), overlap)
     v.VSums(rule).add(V)
-    elementwise.elementwise_gradient(g, sequences, samples if rule.needs.overlap else None, ledger, 0, torch.float32)
+    elementwise.elementwise_gradient(
+        g, sequences, samples if rule.needs.overlap else None, Entry(ledger, 0), torch.float32
+    )
     assert "_elementwise_kernel" in compiled
 
 
@@ -200,7 +203,7 @@ def test_rms_norm_compiles_and_fits(compiled, dtype):
     flavour = rms_norm.Flavour(1e-6, 0.0, True)
     y, scale = rms_norm.forward(x, weight, flavour)
     _, sums, of_samples = rms_norm.backward(x, y, weight, scale, flavour, sequences, samples)
-    elementwise.elementwise_gradient(of_samples, sequences, None, ledger, 0, dtype, sums)
+    elementwise.elementwise_gradient(of_samples, sequences, None, Entry(ledger, 0), dtype, sums)
     assert set(compiled) == {"_forward_kernel", "_backward_kernel", "_elementwise_kernel"}
 
 
@@ -221,9 +224,9 @@ def test_kernels_of_experts_compile_and_fit(compiled, rule, dtype):
     expected = {"_expert_coefficients_kernel", "_expert_scale_kernel"}
     expected |= {"_expert_overlap_kernel"} if rule.needs.overlap else set()
     expected |= {"_expert_products_kernel"} if rule.needs.norm or rule.needs.ntk else set()
-    experts.expert_coefficients(g, a, True, routing, samples, ledger, 0)
-    experts.scaled(g, routing, ledger, 0)
-    experts.scaled(g, routing, ledger, 0, plus=g)
+    experts.expert_coefficients(g, a, True, routing, samples, Entry(ledger, 0))
+    experts.scaled(g, routing, Entry(ledger, 0))
+    experts.scaled(g, routing, Entry(ledger, 0), plus=g)
     assert set(compiled) == expected
 
 
@@ -237,7 +240,7 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     source = tensor(n, dtype=torch.int64)
     fisher_rows.overlap_coefficients(
-        g, a, True, sequences, samples, ledger, 0, into=(*(samples.g, samples.inputs), source)
+        g, a, True, sequences, samples, Entry(ledger, 0), into=(*(samples.g, samples.inputs), source)
     )
     fisher_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
     fisher_rows.put({"g": tensor(n, p)}, {"g": g}, source)
@@ -248,8 +251,8 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     places = tensor(m * T * k, dtype=torch.int64)
     fisher_rows.put_routed(of_experts, *rows.values(), choices, places, source)
     routing = Routing(choices, E, m, places, places)
-    experts.expert_coefficients(*rows.values(), True, routing, SampleRows(**of_experts), ledger, 0)
-    kernels = {"_kept_overlap_kernel", "_put_kernel", "_put_routed_kernel"}
+    experts.expert_coefficients(*rows.values(), True, routing, SampleRows(**of_experts), Entry(ledger, 0))
+    kernels = {"_overlap_with_rows_kernel", "_put_kernel", "_put_routed_kernel"}
     assert set(compiled) == kernels | {"_expert_overlap_kernel", "_expert_coefficients_kernel"}
 
 
@@ -284,7 +287,7 @@ def test_every_kernel_is_tried_here():
     """A kernel added to the package is to be added to this file."""
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel", "_put_kernel"}
-    tried |= {"_kept_overlap_kernel", "_put_routed_kernel", "_halves_kernel", "_divergence_kernel"}
+    tried |= {"_overlap_with_rows_kernel", "_put_routed_kernel", "_halves_kernel", "_divergence_kernel"}
     tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried

@@ -5,6 +5,7 @@ import torch
 
 from isopo_trl.geometry.sequences import Sequences
 from isopo_trl.kernels import elementwise
+from isopo_trl.kernels.coefficients import Entry
 from isopo_trl.rules import make_rule
 from tests.kernels import batches
 from tests.kernels.batches import (
@@ -70,5 +71,5 @@ def test_the_widest_elementwise_parameter_has_a_counter_for_every_block(monkeypa
     monkeypatch.setattr(elementwise, "launch", lambda kernel, plan, *_: launches.append(plan.grid))
     ledger = filled_ledger(1)
     v = torch.zeros(1, elementwise.MOST_FEATURES, device=DEVICE)
-    elementwise.elementwise_gradient(v, Sequences.regular(1, 1), None, ledger, 0, v.dtype)
+    elementwise.elementwise_gradient(v, Sequences.regular(1, 1), None, Entry(ledger, 0), v.dtype)
     assert [1 + grid[0] for grid in launches] == [len(ledger.counter)]

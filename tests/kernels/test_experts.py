@@ -10,7 +10,7 @@ import torch
 from isopo_trl.geometry.routing import Routing, routed_statistics
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
 from isopo_trl.kernels import experts
-from isopo_trl.kernels.coefficients import KernelLedger
+from isopo_trl.kernels.coefficients import Entry, KernelLedger
 from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.rules import Coefficients, make_rule
 from isopo_trl.rules.running import RunningStatistics
@@ -75,7 +75,7 @@ def ledgers(given, rule, loss_scale=0.5):
     running = RunningStatistics(E + 2 * FIRST, 0.9, rule, DEVICE)
     known = [place < FIRST + E / 2 for place in range(E + 2 * FIRST)]
     mean = torch.tensor(batches.HISTORY, dtype=torch.float64) * torch.tensor(known).unsqueeze(1)
-    running.load_state_dict({"mean": mean, "known": known})
+    running.load_state_dict({**running.state_dict(), "mean": mean, "known": known})
     return running, *(running.open(given.advantages, loss_scale) for _ in range(2))
 
 
@@ -146,8 +146,8 @@ def test_coefficients_and_scaled_rows_are_those_of_each_expert(shape, rule, dtyp
     ledger, c = check(given, rule)
     for x in (given.g, given.a):
         expected = given.routing.scaled(x.double(), c)
-        close(experts.scaled(x, given.routing, ledger, FIRST), expected, GRADIENT[dtype])
-        added = experts.scaled(x, given.routing, ledger, FIRST, plus=x.flip(0))
+        close(experts.scaled(x, given.routing, Entry(ledger, FIRST)), expected, GRADIENT[dtype])
+        added = experts.scaled(x, given.routing, Entry(ledger, FIRST), plus=x.flip(0))
         close(added, expected + x.flip(0).double(), GRADIENT[dtype])
 
 
@@ -164,7 +164,11 @@ def test_rows_with_gaps_between_them_are_read_in_their_places():
     wide = {name: torch.cat([getattr(given, name)] * 2, 1)[:, : getattr(given, name).shape[1]] for name in ("g", "a")}
     assert not wide["g"].is_contiguous()
     ledger, c = check(replace(given, **wide), FIG4)
-    close(experts.scaled(wide["g"], given.routing, ledger, FIRST), given.routing.scaled(given.g, c), GRADIENT[EXACT])
+    close(
+        experts.scaled(wide["g"], given.routing, Entry(ledger, FIRST)),
+        given.routing.scaled(given.g, c),
+        GRADIENT[EXACT],
+    )
 
 
 def test_an_expert_with_what_is_not_finite_leaves_the_others_alone():
@@ -173,6 +177,8 @@ def test_an_expert_with_what_is_not_finite_leaves_the_others_alone():
     _, ours, _ = ledgers(given, FIG4)
     clean = replace(given, g=given.g.nan_to_num(0.0))
     expected, _ = check(clean, FIG4)
-    experts.expert_coefficients(given.g, given.a, False, given.routing, given.samples, KernelLedger(ours), FIRST)
+    experts.expert_coefficients(
+        given.g, given.a, False, given.routing, given.samples, Entry(KernelLedger(ours), FIRST)
+    )
     assert not torch.isfinite(ours.table[FIRST]).all()
     assert torch.equal(ours.table[FIRST + 1 :], expected.table[FIRST + 1 :])

@@ -36,7 +36,7 @@ def from_before(given, n, seed=7):
 def plain(given, samples, needs):
     of_rows = SampleRows(samples.g.double(), samples.inputs.double())
     g, a = given.g.double(), given.a.double()
-    return linear_statistics(g, a, given.bias, given.sequences, of_rows, needs, "kept")
+    return linear_statistics(g, a, given.bias, given.sequences, of_rows, needs, "whole")
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
@@ -45,10 +45,11 @@ def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype)
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
     samples = from_before(given, shape[4])
     run = Run.of(given, FISHER)
-    arguments = (given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
-    result = fisher_rows.overlap_coefficients(*arguments)
+    arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
+    fisher_rows.overlap_coefficients(*arguments)
+    result, n = fisher_rows.overlaps(*arguments)
     expected, _ = plain(given, samples, FISHER.needs)
-    m, n = shape[0], shape[4]
+    m = shape[0]
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
     close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
     run.check(expected, STATISTIC[dtype])
@@ -65,11 +66,11 @@ def test_what_measures_a_layer_also_keeps_its_rows(shape, slots):
     expected = [x.clone() for x in found]
     run, alone = Run.of(given, FISHER), Run.of(given, FISHER)
     arguments = (given.g, given.a, given.bias, given.sequences, samples)
-    result = fisher_rows.overlap_coefficients(*arguments, run.ledger, run.index, into=(*found, source.numbers))
+    fisher_rows.overlap_coefficients(*arguments, run.entry, into=(*found, source.numbers))
     for x, own, kept in zip((given.g, given.a), expected, found, strict=True):
         source.put(own, x)
         assert torch.equal(kept, own)
-    assert torch.equal(result, fisher_rows.overlap_coefficients(*arguments, alone.ledger, alone.index))
+    fisher_rows.overlap_coefficients(*arguments, alone.entry)
     assert torch.equal(run.ledger.table, alone.ledger.table)
 
 
@@ -97,10 +98,10 @@ def test_rows_of_experts_are_copied_with_their_experts():
 def test_a_rule_with_both_norms_takes_them_too():
     given = batch(3, 7, 5, 33, 6)
     samples, run = from_before(given, 6), Run.of(given, FIG4)
-    arguments = (given.g, given.a, given.bias, given.sequences, samples, run.ledger, run.index)
-    overlap = fisher_rows.overlap_coefficients(*arguments, finish=False)
+    arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
+    overlap = fisher_rows.overlaps(*arguments)
     expected, V = plain(given, samples, FIG4.needs)
-    v.v_coefficients(V.to(EXACT), run.ledger, run.index, overlap, 6)
+    v.v_coefficients(V.to(EXACT), run.entry, overlap)
     run.check(expected, STATISTIC[EXACT])
 
 
@@ -114,7 +115,7 @@ def test_an_elementwise_parameter_takes_rows_from_before(m, T, d, n, dtype, wide
         SampleRows(kept.to(torch.promote_types(dtype, torch.float32)) if wide else kept),
         Run.of(given, FIG4),
     )
-    result = elementwise.elementwise_gradient(given.g, given.sequences, samples, run.ledger, run.index, dtype)
+    result = elementwise.elementwise_gradient(given.g, given.sequences, samples, run.entry, dtype)
     exact = SampleRows(samples.g.double())
     statistics, V = elementwise_statistics(given.g.double(), given.sequences, exact, FIG4.needs)
     run.check(statistics, STATISTIC[dtype])
@@ -129,9 +130,9 @@ def test_what_measures_an_elementwise_parameter_also_keeps_its_rows():
     slots[3], slots[69], slots[139] = 4, 0, 2
     kept = torch.full((n, d), 7.0, device=DEVICE, dtype=torch.promote_types(EXACT, torch.float32))
     arguments = (given.g, given.sequences, samples)
-    result = elementwise.elementwise_gradient(*arguments, run.ledger, run.index, EXACT, into=(kept, slots))
+    result = elementwise.elementwise_gradient(*arguments, run.entry, EXACT, into=(kept, slots))
     assert torch.equal(kept[[4, 0, 2]], given.g[[3, 69, 139]].to(kept)) and (kept[[1, 3]] == 7).all()
-    assert torch.equal(result, elementwise.elementwise_gradient(*arguments, alone.ledger, alone.index, EXACT))
+    assert torch.equal(result, elementwise.elementwise_gradient(*arguments, alone.entry, EXACT))
 
 
 @pytest.mark.parametrize("dtype", EACH_DTYPE, ids=str)
@@ -179,7 +180,7 @@ def test_a_norms_rows_go_where_they_are_kept(heads):
     close(buffer[[2, 0]], per_position.reshape(14, 5)[[3, 11]], STATISTIC[EXACT])
     run = Run.of(batch(2, 7, 5, 1, 4), make_rule("fisher"))
     samples = SampleRows(torch.randn(4, 5, generator=generator).to(buffer))
-    total = elementwise.elementwise_gradient(samples.g, sequences, samples, run.ledger, run.index, EXACT, sums)
+    total = elementwise.elementwise_gradient(samples.g, sequences, samples, run.entry, EXACT, sums)
     exact = SampleRows(samples.g.double())
     statistics, V = elementwise_statistics(per_position.reshape(14, 5).double(), sequences, exact, FISHER.needs)
     run.check(statistics, STATISTIC[EXACT])

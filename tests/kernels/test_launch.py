@@ -8,6 +8,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
+from isopo_trl.kernels.coefficients import Entry
 from isopo_trl.kernels.launch import NOTHING, Direct, Fixed, Plan, Scratch, hooks_are_set, launch
 from isopo_trl.rules import make_rule
 from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
@@ -271,25 +272,26 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
         routing = Routing.of(torch.zeros(m * T, 1, device=DEVICE, dtype=torch.int64), 1, given.sequences)
         for dtype, out in itertools.product(types, types):
             g, a = given.g.to(dtype), given.a.to(dtype)
-            n, overlap = len(given.samples.rows), None
-            for finish, bias in itertools.product((True, False), (True, False)):
+            overlap = None
+            for bias in (True, False):
                 if rule.needs.overlap:
-                    arguments = (given.sequences, given.samples, ledger, 0)
-                    overlap = linear.overlap_coefficients(g, a, bias, *arguments, finish=finish)
+                    arguments = (given.sequences, given.samples, Entry(ledger, 0))
+                    linear.overlap_coefficients(g, a, bias, *arguments)
+                    overlap = linear.overlaps(g, a, bias, *arguments)
             V = torch.zeros(m, d, 3, device=DEVICE)
             if rule.needs.norm or rule.needs.ntk:
-                v.v_coefficients(V, ledger, 0, overlap, n)
-                v.VBlocks([V[0].numel()] * 2, ledger, 0, overlap, n).add(V)
+                v.v_coefficients(V, Entry(ledger, 0), overlap)
+                v.VBlocks([V[0].numel()] * 2, Entry(ledger, 0), overlap).add(V)
                 v.VSums(rule).add(V)
-            v.combined(V, ledger, 0, out)
-            linear.scaled(a, given.sequences, ledger, 0)
+            v.combined(V, Entry(ledger, 0), out)
+            linear.scaled(a, given.sequences, Entry(ledger, 0))
             for bias in (True, False):
-                experts.expert_coefficients(g, a, bias, routing, samples, ledger, 0)
-            experts.scaled(a, routing, ledger, 0)
-            elementwise.elementwise_gradient(g, given.sequences, samples, ledger, 0, out)
+                experts.expert_coefficients(g, a, bias, routing, samples, Entry(ledger, 0))
+            experts.scaled(a, routing, Entry(ledger, 0))
+            elementwise.elementwise_gradient(g, given.sequences, samples, Entry(ledger, 0), out)
             x, weight = g.view(m, T, d), torch.ones(d, device=DEVICE, dtype=out)
             for flavour in (rms_norm.Flavour(1e-6, 0.0, True), rms_norm.Flavour(1e-6, 1.0, False)):
                 y, scale = rms_norm.forward(x, weight, flavour)
                 _, sums, by_position = rms_norm.backward(x, y, weight, scale, flavour, given.sequences, samples)
-                elementwise.elementwise_gradient(by_position, given.sequences, samples, ledger, 0, out, sums)
+                elementwise.elementwise_gradient(by_position, given.sequences, samples, Entry(ledger, 0), out, sums)
     assert len(seen) > 100

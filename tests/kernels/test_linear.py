@@ -8,6 +8,7 @@ import torch
 
 from isopo_trl.geometry.sequences import Sequences
 from isopo_trl.kernels import coefficients, linear
+from isopo_trl.kernels.coefficients import Entry
 from tests.kernels import batches
 from tests.kernels.batches import (
     DEVICE,
@@ -50,10 +51,11 @@ SHAPES = [
 def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
     run = Run.of(given, FISHER)
-    arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.ledger, run.index)
-    result = linear.overlap_coefficients(*arguments)
+    arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.entry)
+    assert linear.overlap_coefficients(*arguments) == run.entry
+    result, n = linear.overlaps(*arguments)
     expected, _ = plain_statistics(given, FISHER.needs, "ghost")
-    m, n = shape[0], len(given.samples.rows)
+    m = shape[0]
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
     close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
     run.check(expected, STATISTIC[dtype])
@@ -62,10 +64,9 @@ def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
         return
     # Unfinished, for a rule that needs the Euclidean norm too: the same, and the ledger is left alone
     unfinished = Run.of(given, FIG4)
-    arguments = (*arguments[:5], unfinished.ledger, unfinished.index)
+    arguments = (*arguments[:5], unfinished.entry)
     before = unfinished.ledger.table.clone()
-    again = linear.overlap_coefficients(*arguments, finish=False)
-    assert torch.equal(again, result)
+    assert torch.equal(linear.overlaps(*arguments).sums, result)
     assert torch.equal(unfinished.ledger.table, before) and not unfinished.ledger.counter.any()
 
 
@@ -89,25 +90,25 @@ def test_the_input_that_is_always_one_counts_in_samples_and_sequences(bias):
 def test_scaled_rows_are_those_of_the_sequences(m, T, d, dtype):
     x = torch.randn(m * T, d, generator=torch.Generator().manual_seed(m)).to(DEVICE, dtype)
     ledger, sequences = filled_ledger(m), Sequences.regular(m, T)
-    result = linear.scaled(x, sequences, ledger, KNOWN)
+    result = linear.scaled(x, sequences, Entry(ledger, KNOWN))
     assert result.dtype == dtype and result.is_contiguous()
     close(result, sequences.scaled(x.double(), ledger.table[KNOWN, 0]), GRADIENT[dtype])
     wide = torch.cat([x.flip(0), x], 1)
-    added = linear.scaled(x, sequences, ledger, KNOWN, wide[:, :d])  # rows with gaps between them
+    added = linear.scaled(x, sequences, Entry(ledger, KNOWN), wide[:, :d])  # rows with gaps between them
     close(added, sequences.scaled(x.double(), ledger.table[KNOWN, 0]) + x.flip(0).double(), GRADIENT[dtype])
 
 
 def test_scaled_rows_of_layers_share_their_memory_unless_they_are_large(monkeypatch):
     ledger, sequences = filled_ledger(2), Sequences.regular(2, 3)
     x = torch.randn(6, 4, device=DEVICE)
-    first = linear.scaled(x, sequences, ledger, 0)
-    assert linear.scaled(x, sequences, ledger, 1).data_ptr() == first.data_ptr()
-    others = [linear.scaled(y, sequences, given, 0) for y, given in ((x.half(), ledger), (x, filled_ledger(2)))]
+    first = linear.scaled(x, sequences, Entry(ledger, 0))
+    assert linear.scaled(x, sequences, Entry(ledger, 1)).data_ptr() == first.data_ptr()
+    others = [linear.scaled(y, sequences, Entry(given, 0)) for y, given in ((x.half(), ledger), (x, filled_ledger(2)))]
     assert all(other.data_ptr() != first.data_ptr() for other in others)  # of another type, of another microbatch
     monkeypatch.setattr(coefficients, "MOST_SHARED", first.nbytes - 1)
     ledger = filled_ledger(2)
-    first = linear.scaled(x, sequences, ledger, 0)
-    assert linear.scaled(x, sequences, ledger, 0).data_ptr() != first.data_ptr()
+    first = linear.scaled(x, sequences, Entry(ledger, 0))
+    assert linear.scaled(x, sequences, Entry(ledger, 0)).data_ptr() != first.data_ptr()
 
 
 # Memory layouts
@@ -138,7 +139,7 @@ def test_rows_may_lie_in_memory_in_any_way(layout, dtype):
     run_linear(plain, same)
     assert torch.equal(run.ledger.table, same.ledger.table)
     ledger = filled_ledger(3)
-    expected = linear.scaled(plain.a, given.sequences, ledger, 0).clone()  # the next one may take its place
-    assert torch.equal(linear.scaled(turned.a, given.sequences, ledger, 0), expected)
+    expected = linear.scaled(plain.a, given.sequences, Entry(ledger, 0)).clone()  # the next one may take its place
+    assert torch.equal(linear.scaled(turned.a, given.sequences, Entry(ledger, 0)), expected)
     of_turned, of_plain = (run_elementwise(x, Run.of(x, FIG4)) for x in (turned, plain))
     assert torch.equal(of_turned, of_plain)

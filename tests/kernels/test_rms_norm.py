@@ -208,7 +208,7 @@ def test_the_gradient_of_the_weight_is_that_of_an_elementwise_parameter(shape, r
     _, scale = rms_norm.forward(x, weight, flavour)
     _, sums, of_samples = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, samples)
     run = Run.of(given, rule, UNKNOWN)
-    arguments = (given.sequences, samples, run.ledger, run.index, EXACT)
+    arguments = (given.sequences, samples, run.entry, EXACT)
     result = elementwise_gradient(of_samples, *arguments, sums)
     _, v = by_position(x, g, weight, flavour)
     statistics, V = elementwise_statistics(v, given.sequences, given.samples, rule.needs)

@@ -5,6 +5,7 @@ import torch
 
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.kernels import v
+from isopo_trl.kernels.coefficients import Entry
 from isopo_trl.kernels.launch import INTERPRET
 from tests.kernels import batches
 from tests.kernels.batches import (
@@ -50,7 +51,7 @@ def test_gradients_that_take_several_programs(m, p, d, rule):
     given = batch(m, 1, 1, 1, 1)
     run = Run.of(given, rule)
     parts = [p] if p == 1 else [p - 65, 65]
-    sums = v.VBlocks([part * d for part in parts], run.ledger, run.index)
+    sums = v.VBlocks([part * d for part in parts], run.entry)
     without = v.VSums(rule)
     for part in V.split(parts, dim=1):
         sums.add(part.contiguous())
@@ -85,6 +86,6 @@ def test_combined_is_the_sum_of_gradients_with_their_coefficients(m, p, d):
     ledger = filled_ledger(m)
     expected = torch.einsum("m,mpd->pd", ledger.table[KNOWN, 0], V.double())
     for out in DTYPES:
-        result = v.combined(V, ledger, KNOWN, out)
+        result = v.combined(V, Entry(ledger, KNOWN), out)
         assert result.dtype == out
         close(result, expected, max(GRADIENT[out], GRADIENT[dtype]))

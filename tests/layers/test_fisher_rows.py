@@ -190,13 +190,13 @@ def after_two_steps(layers, **settings):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_large_gradients_of_sequences_are_kept_as_far_as_memory_allows(monkeypatch, layers):
-    monkeypatch.setattr("isopo_trl.kept_rows.MOST_ELEMENTS", layers * 3 * harness.D * 9 + 1)
+    monkeypatch.setattr("isopo_trl.fisher_rows.rows.MOST_ELEMENTS", layers * 3 * harness.D * 9 + 1)
     _, rows = after_two_steps([Recurrent().double() for _ in range(layers)], **SCOPE)
     assert [own["g"].shape for own in rows.values()] == [(9, 3 * harness.D)] * layers
 
 
 def test_a_layer_of_which_next_to_no_gradients_could_be_kept_goes_by_the_microbatch(monkeypatch):
-    monkeypatch.setattr("isopo_trl.kept_rows.MOST_ELEMENTS", 3 * harness.D * 8 - 1)
+    monkeypatch.setattr("isopo_trl.fisher_rows.rows.MOST_ELEMENTS", 3 * harness.D * 8 - 1)
     found, rows = after_two_steps([Recurrent().double()], **SCOPE)
     expected, _ = after_two_steps([Recurrent().double()], fisher_scope="microbatch")
     assert not rows

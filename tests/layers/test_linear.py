@@ -39,10 +39,10 @@ def test_positions_may_be_flattened(name, at, packed):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
 @pytest.mark.parametrize("name", ["linear", "wide linear without bias", "linear, only its weight", "Conv1D"])
-@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("strategy", ["ghost", "whole", "blocks"])
 def test_a_linear_layer_has_the_same_gradient_by_every_strategy(name, strategy, rule, packed, monkeypatch):
     monkeypatch.setattr("isopo_trl.layers.linear.choose_strategy", lambda *_: strategy)
-    monkeypatch.setattr(cost, "KEPT_LIMIT", 40)  # blocks of one row
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 40)  # blocks of one row
     layer = build(name)
     check(layer, inputs_of(layer, B, T), rule, packed)
 

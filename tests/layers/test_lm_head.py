@@ -111,12 +111,12 @@ def check(rule, compact, bias, **settings):
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("compact", [False, True], ids=["all rows", "scored rows"])
-@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("strategy", ["ghost", "whole", "blocks"])
 @pytest.mark.parametrize("rule", rule_names())
 def test_the_chunked_head_has_the_gradient_of_the_definition(rule, strategy, compact, bias, monkeypatch):
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     monkeypatch.setattr(lm_head, "_TILE", 50)  # several tiles over the vocabulary
-    monkeypatch.setattr(cost, "KEPT_LIMIT", 70)
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 70)
     check(rule, compact, bias)
 
 
@@ -131,13 +131,13 @@ def test_the_chunked_head_honours_what_happens_to_the_logits(compact, settings):
 
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
-@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("strategy", ["ghost", "whole", "blocks"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "none"])
 def test_terms_are_added_to_the_chunked_head_as_they_are(rule, strategy, with_entropy, monkeypatch):
     """Two of them, of log-probabilities or of these and entropies, in whichever way the loss's gradient is made."""
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     monkeypatch.setattr(lm_head, "_TILE", 50)  # several tiles over the vocabulary
-    monkeypatch.setattr(cost, "KEPT_LIMIT", 70)
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 70)
     model, hidden, targets, weights = example(bias=True)
     slopes = torch.linspace(-1, 2, 2 * B * (T - 1), dtype=torch.float64).view(2, B, T - 1)
 
@@ -369,7 +369,7 @@ class Shapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("limit", ["TRL's chunk", "elements of a tile"])
 @pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting", "none"])
-@pytest.mark.parametrize("strategy", ["ghost", "kept", "blocks"])
+@pytest.mark.parametrize("strategy", ["ghost", "whole", "blocks"])
 def test_tokens_times_vocabulary_never_exists(strategy, rule, limit, monkeypatch):
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     model, hidden, targets, _ = example(bias=True)

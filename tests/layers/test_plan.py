@@ -320,7 +320,7 @@ def test_a_bias_trained_alone_is_kept_whatever_the_size_of_the_weight():
     model = nn.Linear(4096, 4096, device="meta")
     model.weight.requires_grad_(False)
     (row,) = ISOPO(model).coverage()
-    assert (row["parameter"], row["strategy"]) == ("bias", "kept")
+    assert (row["parameter"], row["strategy"]) == ("bias", "whole")
 
 
 def test_the_coverage_tells_the_whole_shape_of_a_partitioned_parameter():
