@@ -56,7 +56,7 @@ from trl import (
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k, strict_gsm8k_reward
 from isopo_trl.gsm8k.data import INSTRUCTION, checked
-from isopo_trl.settings.ranges import check_bounds
+from isopo_trl.settings.ranges import verify_ranges
 from isopo_trl.validation import ValidationCallback
 
 
@@ -283,7 +283,7 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     if trainer == "grpo" and given.get("epsilon", 0) is None:  # ISOPO's way to say that nothing is clipped
         del given["epsilon"]
     settings = {**defaults, **given, "dataset": dataset, "model_name_or_path": model}
-    check_bounds(settings)
+    verify_ranges(settings)
     config = GRPOConfig if trainer == "grpo" else ISOPOConfig
     return TrlParser((GSM8KArguments, config, ModelConfig)).parse_dict(settings)
 

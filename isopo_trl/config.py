@@ -6,14 +6,14 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .fisher_rows.scope import check_samples, check_scope
-from .isopo import check_decay
+from .fisher_rows.scope import valid_samples, valid_scope
+from .isopo import valid_decay
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
-from .settings.ranges import check_bounds
-from .settings.types import check_fields, checked, shown
+from .settings.ranges import verify_ranges
+from .settings.types import shown, type_fields, typed
+from .step_size import optimizers
 from .step_size.drift import DEFAULT
-from .step_size.optimizers import REFUSED, UNMEASURED
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 
@@ -320,25 +320,25 @@ class ISOPOConfig(GRPOConfig):
         for name, value in weighting.defaults.items() if weighting is not None else ():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        check_bounds(vars(self))
+        verify_ranges(vars(self))
         super().__post_init__()
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
             self.token_weights = "sampler" if corrected and not ratio_loss.takes_ratio(self) else "none"
         rule = self._rule()
-        check_decay(self.regularization_decay)
-        check_scope(self.fisher_scope, check_samples(self.fisher_samples), rule)
+        valid_decay(self.regularization_decay)
+        valid_scope(self.fisher_scope, valid_samples(self.fisher_samples), rule)
         for unsupported, message in (*refusals(self), *ratio_loss.refusals(self), *self._refusals()):
             if unsupported:
                 raise ValueError(message)
 
     def _check_types(self) -> None:
         own = [name for name in type(self).__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
-        check_fields(self, [*own, "epsilon", *_OF_GRPO])
+        type_fields(self, [*own, "epsilon", *_OF_GRPO])
         given: Any = self.reward_weights
         if given is not None:
             try:
-                weights = [checked("reward_weights", weight, float) for weight in given]
+                weights = [typed("reward_weights", weight, float) for weight in given]
             except (TypeError, ValueError):
                 weights = [math.nan]
             if not all(abs(weight) < _LARGEST for weight in weights):
@@ -361,10 +361,19 @@ class ISOPOConfig(GRPOConfig):
         return self.target_kl is not None or self.drift_bound is not None or self.log_step_kl
 
     @property
+    def microbatches_per_generation(self) -> int:
+        """Number of microbatches for which a generation serves."""
+        return (self.steps_per_generation or 1) * self.num_iterations
+
+    @property
+    def uses_stale_data(self) -> bool:
+        """Whether completions serve for more than one optimizer step."""
+        return self.gradient_accumulation_steps % self.microbatches_per_generation != 0
+
+    @property
     def drift_bound(self) -> float | None:
         """Bound on the divergence from the behaviour policy; `None` if there is none, or data is used but once."""
-        every = (self.steps_per_generation or 1) * self.num_iterations  # microbatches for which a generation serves
-        if self.gradient_accumulation_steps % every == 0:
+        if not self.uses_stale_data:
             return None
         bound = self.behaviour_kl
         if bound is None and self.target_kl is not None:
@@ -380,7 +389,8 @@ class ISOPOConfig(GRPOConfig):
     def _refusals(self) -> list[tuple[bool, str]]:
         loading: Any = self.accelerator_config
         group: Any = self.num_generations
-        optimizer = str(getattr(self.optim, "value", self.optim))
+        steps = ", ".join(self.given("target_kl", "behaviour_kl", "log_step_kl"))
+        refused = optimizers.refuse_by_name(str(getattr(self.optim, "value", self.optim)), steps, bool(self.target_kl))
         return [
             (
                 not 0 <= self.beta < _LARGEST,
@@ -458,10 +468,8 @@ class ISOPOConfig(GRPOConfig):
                 "start from, 1e-6 for example.",
             ),
             (
-                optimizer in (REFUSED if self.target_kl is not None else UNMEASURED) and self.measures_steps,
-                f"{', '.join(self.given('target_kl', 'behaviour_kl', 'log_step_kl'))} does not work with "
-                f"optim={optimizer!r}: {REFUSED.get(optimizer)}. Take another optimizer, such as 'adamw_torch_fused', "
-                "or leave that out.",
+                self.measures_steps and bool(refused),
+                str(refused),
             ),
             (
                 bool(self.torch_compile),

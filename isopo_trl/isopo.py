@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .fisher_rows.rows import FisherRows
-from .fisher_rows.scope import check_samples, check_scope
+from .fisher_rows.scope import valid_samples, valid_scope
 from .geometry.sequences import Sequences, draw_samples
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
@@ -20,7 +20,7 @@ from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
 from .rules.running import EXPECTATIONS, RunningStatistics
-from .settings.types import checked
+from .settings.types import typed
 
 
 logger = logging.getLogger(__name__)
@@ -84,10 +84,10 @@ class ISOPO:
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
-        self.regularization_decay = check_decay(regularization_decay)
-        self.fisher_samples = check_samples(fisher_samples)
-        self.fisher_scope = check_scope(fisher_scope, self.fisher_samples, self.rule)
-        self.seed = checked("seed", seed, int)
+        self.regularization_decay = valid_decay(regularization_decay)
+        self.fisher_samples = valid_samples(fisher_samples)
+        self.fisher_scope = valid_scope(fisher_scope, self.fisher_samples, self.rule)
+        self.seed = typed("seed", seed, int)
         self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
         self._draws = 0
@@ -117,6 +117,15 @@ class ISOPO:
     def current(self) -> Microbatch | None:
         """The microbatch under way, if there is one."""
         return self._current.microbatch
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Context of passes without gradient that are made in float32: layers that have a faster way take it."""
+        self._current.in_float32 = True
+        try:
+            yield
+        finally:
+            self._current.in_float32 = False
 
     def detach(self) -> None:
         """Give the model its own layers back."""
@@ -504,9 +513,9 @@ class ISOPO:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def check_decay(regularization_decay: float) -> float:
+def valid_decay(regularization_decay: float) -> float:
     """The setting; raises if it is of another type or out of range."""
-    regularization_decay = checked("regularization_decay", regularization_decay, float)
+    regularization_decay = typed("regularization_decay", regularization_decay, float)
     if not 0 <= regularization_decay < 1:
         raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
     return regularization_decay

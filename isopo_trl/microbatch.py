@@ -8,7 +8,7 @@ from torch import nn
 from .fisher_rows.rows import Draw
 from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
-from .kernels.coefficients import Entry, KernelLedger, usable
+from .kernels.coefficients import Entry, KernelLedger, rule_is_in_kernels
 from .kernels.rms_norm import Factors
 from .rules.ledger import Ledger
 from .rules.rule import Rule
@@ -104,7 +104,7 @@ class Microbatch:
             # Kernels are given addresses, and would not notice what is elsewhere
             data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
             here = all(tensor.device == x.device for tensor in data)
-            known = here and self.sequences.index is None and usable(x, m, n, self.rule)
+            known = here and self.sequences.index is None and rule_is_in_kernels(x, m, n, self.rule)
             self._kernels_take[x.dtype] = known
         return known
 
@@ -199,10 +199,10 @@ class Microbatch:
 
     def rows(self, name: str, x: torch.Tensor, features: int = 1) -> torch.Tensor:
         """View a layer's tensor, positions first, as rows `[N, ...]`; `features` counts the dimensions behind them."""
-        self.check(name, x, features)
+        self.verify_positions(name, x, features)
         return x.reshape(self.sequences.rows, *x.shape[x.dim() - features :])
 
-    def check(self, name: str, x: torch.Tensor, features: int = 1) -> None:
+    def verify_positions(self, name: str, x: torch.Tensor, features: int = 1) -> None:
         """Raise if the positions of `x` are not the microbatch's: then rows cannot be told apart by sequence."""
         positions = x.shape[: x.dim() - features]
         if positions == self.shape:

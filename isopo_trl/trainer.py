@@ -20,11 +20,12 @@ from trl import GRPOTrainer
 
 from .checkpoints import files, generation, model_card
 from .config import ISOPOConfig
-from .integrations import deepspeed_weights, liger, peft_reference
+from .integrations import deepspeed, liger, peft_reference
 from .integrations.autograd_thread import calling_thread, is_on_one_device
-from .integrations.deepspeed_backward import before_step, caught_outputs, unseen_by_deepspeed
+from .integrations.deepspeed import before_step, caught_outputs, unseen_by_deepspeed
 from .isopo import ISOPO
 from .layers.read_elsewhere import refuse_readers
+from .loss.forward import Weighed, broken_sequences, weigh
 from .loss.sampler import (
     PROMPT_NUMBERS,
     Turns,
@@ -32,22 +33,26 @@ from .loss.sampler import (
     is_fresh,
     note_origin,
     note_prompts,
-    samples_at_temperature,
     says_what_drew_it,
 )
-from .loss.terms import Derivative, Terms
+from .loss.terms import Derivative, LossTerms, Terms
 from .loss.zero_advantages import Skipping, equal_rewards
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
 from .step_size import optimizers
 from .step_size.control import StepControl
-from .step_size.drift import drift_sums
-from .token_weights import Unscaled, Weighted, Weighting, ratio_loss
+from .step_size.controller import StepSize
+from .step_size.drift import BehaviourBound, drift_sums
+from .step_size.measurement import StepKL
+from .step_size.precise_forward import PreciseForward
+from .token_weights import Weighted, Weighting, ratio_loss
 from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group
-from .trl_seam.generation import Generated, without_old_policy
+from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
 from .trl_seam.loans import borrowed, intercepted, results_noted
-from .trl_seam.log import add_to_log
-from .trl_seam.loss import Outputs, unequal_ranks, weighed_loss
+from .trl_seam.log import add_all_to_log, add_to_log
+from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_graph
+from .trl_seam.rewards import add_reward
+from .trl_seam.scoring import Scoring
 from .trl_seam.trainer import get_config_model_id
 
 
@@ -136,28 +141,10 @@ class ISOPOTrainer(GRPOTrainer):
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        backend = self.accelerator.state.dynamo_plugin.backend
-        if backend != DynamoBackend.NO:
-            raise ValueError(
-                f"accelerate is to compile the model (dynamo_backend={backend.value.lower()}), which is not supported "
-                "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
-                "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
-            )
-        peft_reference.check(self.model, args.beta)
+        self._refuse_what_the_model_cannot()
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)
-        if not self.reward_weights.any() and not args.kl_in_reward:
-            raise ValueError(
-                f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
-                "give at least one of them a weight other than 0."
-            )
-        prefix = is_peft_model(self.model) and self.model.active_peft_config.peft_type == PeftType.PREFIX_TUNING
-        if prefix and args.gradient_checkpointing:
-            raise ValueError(
-                "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
-                "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
-            )
         if is_peft_model(self.model) and "ref" in self.model.peft_config:
             # TRL's copy of a trained adapter; PEFT leaves virtual tokens trainable that are not in use
             for name, p in self.model.named_parameters():
@@ -172,21 +159,69 @@ class ISOPOTrainer(GRPOTrainer):
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
+        for warning in self.weighting.warnings():
+            logger.warning(warning)
         self.terms = Terms(self)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
         self._needs_behaviour = self._asks_old_policy or args.drift_bound is not None
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
-        if args.use_liger_kernel and self._goes_back_twice:
-            args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config, ", ".join(unscaled))
-        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-        if self._goes_back_twice and args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+        self._puts_sizes_into_loss = bool(unscaled) and not self._goes_back_twice
+        if self._goes_back_twice:
+            self._prepare_to_go_back_twice(", ".join(unscaled))
+        self._is_in_training_step = False
+        self.skipping = self._skipping()
+        if self.skipping is not None:
+            self.add_callback(self.skipping)
+        self.kl_reward: KLReward | None = None
+        if args.kl_in_reward:
+            self.kl_reward = KLReward(Scoring(self), self.accelerator, self._log)
+            add_reward(self, KLReward.name, self.kl_reward, -args.beta)
+        self.step_control = self._step_control() if args.measures_steps else None
+        if self.step_control is not None:
+            self.add_callback(self.step_control)
+
+    __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+
+    def _refuse_what_the_model_cannot(self) -> None:
+        args = self.args
+        backend = self.accelerator.state.dynamo_plugin.backend
+        if backend != DynamoBackend.NO:
             raise ValueError(
-                f"{', '.join(unscaled)} needs to go back through the model twice, which reentrant checkpointing "
-                "cannot do: set gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, "
-                "where TRL insists on it) gradient_checkpointing=False."
+                f"accelerate is to compile the model (dynamo_backend={backend.value.lower()}), which is not supported "
+                "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
+                "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
+        peft_reference.refuse_lost_part(self.model, args.beta)
+        if not self.reward_weights.any() and not args.kl_in_reward:
+            raise ValueError(
+                f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
+                "give at least one of them a weight other than 0."
+            )
+        prefix = is_peft_model(self.model) and self.model.active_peft_config.peft_type == PeftType.PREFIX_TUNING
+        if prefix and args.gradient_checkpointing:
+            raise ValueError(
+                "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
+                "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
+            )
+
+    def _prepare_to_go_back_twice(self, settings: str) -> None:
+        """For terms of the loss that no rule may rescale, which these `settings` ask for."""
+        args = self.args
+        if args.use_liger_kernel:
+            args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config, settings)
+        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+        if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                f"{settings} needs to go back through the model twice, which reentrant checkpointing cannot do: set "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, where TRL "
+                "insists on it) gradient_checkpointing=False."
+            )
+
+    def _skipping(self) -> Skipping | None:
+        """What leaves out sequences without an advantage, where that is asked for, or nobody would miss them."""
+        args = self.args
         if args.skip_zero_advantage and self.terms:
             raise ValueError(
                 f"skip_zero_advantage=True leaves out sequences that {', '.join(self.terms.settings)} acts on even "
@@ -197,24 +232,42 @@ class ISOPOTrainer(GRPOTrainer):
         if skips is None:
             needed = self.terms or self.isopo.rule.needs.ntk or args.top_entropy_quantile < 1
             skips = not needed and not self._is_changed("_prepare_inputs", "compute_loss", "_compute_loss")
-        self.skipping = Skipping(self) if skips else None
-        if self.skipping is not None:
-            self.add_callback(self.skipping)
-        for warning in self.weighting.warnings():
-            logger.warning(warning)
-        self.kl_reward = KLReward(self, args.beta) if args.kl_in_reward else None
-        self.step_control: StepControl | None = None
-        if args.measures_steps:
-            if self.is_deepspeed_enabled:
-                config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-                given = ", ".join(args.given("target_kl", "behaviour_kl", "log_step_kl"))
-                deepspeed_weights.check_settings(config, given, args.target_kl is not None)
-            if self.optimizer is not None:
-                optimizers.check(self.optimizer, args.target_kl)
-            self.step_control = StepControl(self)
-            self.add_callback(self.step_control)
+        group: Any = args.num_generations if args.group_microbatches else 1
+        across, always = self.weighting.looks_across_sequences, self.is_deepspeed_enabled
+        return Skipping(Progress(self), self.accelerator, self.loss_type, group, across, always) if skips else None
 
-    __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+    def _step_control(self) -> StepControl:
+        """What measures steps, and makes them as long as `target_kl` says."""
+        args = self.args
+        if self.is_deepspeed_enabled:
+            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            given = ", ".join(args.given("target_kl", "behaviour_kl", "log_step_kl"))
+            deepspeed.refuse_settings(config, given, args.target_kl is not None)
+        if self.optimizer is not None:
+            optimizers.refuse(self.optimizer, args.target_kl)
+        bound = args.drift_bound
+        return StepControl(
+            StepKL(
+                Scoring(self),
+                PreciseForward(self.accelerator, self.isopo.in_float32),
+                self.accelerator,
+                share=args.step_kl_share,
+                seed=args.seed,
+                masks_truncated=bool(self.mask_truncated_completions),
+                # What is free while vLLM sleeps is not
+                may_replay=not args.vllm_enable_sleep_mode and not self.is_deepspeed_enabled,
+            ),
+            None if args.target_kl is None else StepSize(args.target_kl),
+            None if bound is None else BehaviourBound(bound, Progress(self), self.accelerator),
+            self.accelerator,
+            log=lambda figures: self._log({f"step/{name}": value for name, value in figures.items()}),
+            offload=args.target_kl_offload,
+            engine=(lambda: self.model_wrapped) if self.is_deepspeed_enabled else None,
+            others=lambda: self.callback_handler.callbacks,
+        )
+
+    def _log(self, figures: dict[str, float]) -> None:
+        add_to_log(self, "train" if self.model.training else "eval", figures)
 
     def _is_changed(self, *names: str) -> bool:
         """Whether a class beside this one and TRL's has a method of one of these names."""
@@ -223,11 +276,6 @@ class ISOPOTrainer(GRPOTrainer):
         return any(name in vars(kind) for kind in others for name in names)
 
     # One optimizer step
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps of this object, over all calls of `train`."""
-        return self._optimizer_steps
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._forget_step()
@@ -243,9 +291,13 @@ class ISOPOTrainer(GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         skipping, accelerator = self.skipping, self.accelerator
-        skips = skipping.training() if skipping else nullcontext()
+        skips = skipping.without_empty_passes() if skipping else nullcontext()
         try:
-            with skips, self._around_deepspeed(model) if self.is_deepspeed_enabled else nullcontext():
+            with (
+                skips,
+                borrowed(self, _is_in_training_step=True),
+                self._around_deepspeed(model) if self.is_deepspeed_enabled else nullcontext(),
+            ):
                 with calling_thread(self._is_on_one_device):
                     loss = super().training_step(model, inputs, num_items_in_batch)
         except BaseException:
@@ -271,7 +323,7 @@ class ISOPOTrainer(GRPOTrainer):
         def before() -> None:
             self._close_step()
             if control is not None and self.accelerator.sync_gradients:
-                control.prepare()
+                control.prepare(self.state.global_step)
 
         stepping = nullcontext() if control is None else intercepted(engine.optimizer, "step", control.step)
         with before_step(engine, before), stepping:
@@ -340,81 +392,116 @@ class ISOPOTrainer(GRPOTrainer):
                 f"ISOPO takes one advantage per sequence, got shape {list(advantages.shape)}: per-token advantages "
                 "are not supported."
             )
-        train = torch.is_grad_enabled()
-        if train and self.step_control is not None:
-            self.step_control.kl.score_early()
-        if train:
-            # The loss sees the sign of the advantage (all that its logic depends on), the backward the rest
-            sign = ratio_loss.signs(advantages, self.loss_type)
-            batch.advantages = weighted_sign = (sign * batch.loss_weights).requires_grad_()
-            microbatch = self.isopo.begin(
-                advantages.abs(),
-                attention_mask=batch.sampled_mask,
-                completion_mask=batch.completion_mask,
-                loss_scale=1 / self.current_gradient_accumulation_steps,
-                prompts=batch.get(PROMPT_NUMBERS),
-                signs=weighted_sign.detach().sign(),
-                sequence_keys=batch.keys_of_content if self.isopo.fisher_scope == "step" else None,
-            )
-        trl_loss = partial(super()._compute_loss, model)
-        watched = train and self.args.drift_bound is not None
-        asks_older = self.terms.needs_behaviour
-        forward = _Forward(self.weighting, batch, advantages, self._optimizer_steps, asks_older, watched)
-        catch = self._goes_back_twice and self.is_deepspeed_enabled
-        unequal = unequal_ranks(self) if train and self.skipping is not None else nullcontext()
-        weighed = weighed_loss(self, batch, forward, self.terms.are_balance)
-        with unequal, caught_outputs(model, catch) as outputs, weighed as given:
-            loss, figures = self.terms.of_policy(trl_loss, batch, advantages)
-        if train and self.step_control is not None:
-            if self.skipping is None or not self.skipping.has_packed:  # which notes all that it has seen
-                self.step_control.kl.note(batch)
-            if self.step_control.behaviour is not None and forward.drift is not None:
-                self.step_control.behaviour.add(forward.drift, is_fresh(batch, self._optimizer_steps))
+        trl_loss = TRLLoss(self, partial(super()._compute_loss, model))
+        if not torch.is_grad_enabled():
+            return self._evaluated(trl_loss, batch)
+        if self.step_control is not None:
+            self.step_control.score_early(self.state.global_step)
+        # The loss sees the sign of the advantage, all that its logic depends on, and the layers its size. Where there
+        # is nothing to rescale, but terms without an advantage, the size is in the loss as well, and all goes back
+        # together; what is not finite must be noticed by the layers
+        sizes, in_loss = advantages.abs(), self._puts_sizes_into_loss
+        signs = (ratio_loss.signs(advantages, self.loss_type) * batch.loss_weights).requires_grad_()
+        self.isopo.begin(
+            torch.where(sizes.isfinite(), 1.0, sizes) if in_loss else sizes,
+            attention_mask=batch.sampled_mask,
+            completion_mask=batch.completion_mask,
+            loss_scale=1 / self.current_gradient_accumulation_steps,
+            prompts=batch.get(PROMPT_NUMBERS),
+            signs=signs.detach().sign(),
+            sequence_keys=batch.keys_of_content if self.isopo.fisher_scope == "step" else None,
+        )
+        with caught_outputs(model, self._goes_back_twice and self.is_deepspeed_enabled) as caught:
+            outputs = trl_loss.forward(batch)
+        weighed, behaviour = self._weighed(batch.with_advantages(signs), outputs, advantages)
+        leaves = without_graph(weighed.outputs)
+        with nullcontext() if self.skipping is None else unequal_ranks(self):
+            loss, figures = self.terms.of_policy(trl_loss, weighed.batch, leaves, advantages)
+        self._add_drift(batch, outputs, behaviour)
         if self.terms.are_balance:
-            terms = self.terms.within(loss, given.aux_loss, forward.outputs)
+            terms = self.terms.within(loss, leaves.aux_loss, outputs)
         else:
-            terms = self.terms(trl_loss, batch, forward.outputs, forward.older)
-        # Here, where TRL has waited for the device already
-        counts = torch.stack([forward.broken, *(~derivative.vanishes for derivative in terms.derivatives)])
-        broken, *moving = self.accelerator.reduce(counts, reduction="sum").tolist()  # so that no rank is left waiting
+            terms = self.terms(trl_loss, weighed.batch, outputs, self._older(batch, behaviour))
+        moving = self._moving_terms(outputs, batch, terms)
+        self._log_terms(figures, terms)
+        self._log_weighted(weighed.weighted)
+        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
+        by_weights = [] if weighed.weights is None else [weighed.weights]
+        slope, by_logps, *by_weights = torch.autograd.grad(loss, [signs, leaves.logps, *by_weights])
+        value = loss.detach() + ((advantages * batch.loss_weights - signs.detach()) * slope).sum() + terms.value
+        if in_loss:
+            by_logps = by_logps * sizes.unsqueeze(1)
+        loss = Derivative(weighed.outputs.logps, by_logps).term
+        if not self.isopo.every_layer_was_reached:  # before the first backward
+            refuse_readers(loss, self.model)
+        pull = None if weighed.weighted.unscaled is None else weighed.weighted.unscaled()
+        if pull is not None:
+            # By what the loss multiplies a token: its normalisation, and TRL's masks
+            share = -by_weights[0] * ratio_loss.signs(advantages, self.loss_type).unsqueeze(1)
+            value = value + (share * pull.value).sum()
+            moving.append(Derivative(outputs.logps, share * pull.slope))
+        if moving:
+            term = torch.stack([derivative.term for derivative in moving]).sum()
+            if in_loss:
+                loss = loss + term
+            else:
+                with unseen_by_deepspeed(model, caught):
+                    self.isopo.unscaled(term)
+        return loss + (value - loss).detach()
+
+    def _evaluated(self, trl_loss: TRLLoss, batch: Batch) -> torch.Tensor:
+        """The loss of an evaluation."""
+        advantages, outputs = batch.advantages, trl_loss.forward(batch)
+        weighed, behaviour = self._weighed(batch, outputs, advantages)
+        leaves = without_graph(weighed.outputs)
+        loss, figures = self.terms.of_policy(trl_loss, weighed.batch, leaves, advantages)
+        if self.terms.are_balance:
+            terms = self.terms.within(loss, leaves.aux_loss, outputs)
+        else:
+            terms = self.terms(trl_loss, weighed.batch, outputs, self._older(batch, behaviour))
+        self._moving_terms(outputs, batch, terms)
+        self._log_terms(figures, terms)
+        self._log_weighted(weighed.weighted)
+        return loss + terms.value
+
+    def _weighed(
+        self, batch: Batch, outputs: Outputs, advantages: torch.Tensor
+    ) -> tuple[Weighed, torch.Tensor | None]:
+        """The forward pass with its tokens weighed, and what they were drawn with, `[B, C]`, where anybody asks."""
+        behaviour = None
+        if self._needs_behaviour:
+            behaviour = behaviour_logps(batch, outputs.logps.detach(), self._optimizer_steps)
+        return weigh(self.weighting, batch, outputs, behaviour, advantages), behaviour
+
+    def _older(self, batch: Batch, behaviour: torch.Tensor | None) -> torch.Tensor | None:
+        """What an older policy drew the tokens with, `[B, C]`, where the terms ask for it and there was one."""
+        asked = self.terms.needs_behaviour and not is_fresh(batch, self._optimizer_steps)
+        return behaviour if asked else None
+
+    def _add_drift(self, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None) -> None:
+        """Tell how far the policy has gone from the one that drew the tokens, where that is watched."""
+        bound = None if self.step_control is None else self.step_control.behaviour
+        if bound is not None and behaviour is not None:
+            known = is_fresh(batch, self._optimizer_steps) or says_what_drew_it(batch)
+            counted = batch.counted if known else torch.zeros_like(batch.counted)
+            bound.add(drift_sums(outputs.logps, behaviour, counted))
+
+    def _moving_terms(self, outputs: Outputs, batch: Batch, terms: LossTerms) -> list[Derivative]:
+        """The terms that do not vanish on every rank; raises where log-probabilities are not finite."""
+        broken = broken_sequences(outputs.logps, batch)
+        # Here, where TRL has waited for the device already; over ranks, so that none is left waiting
+        counts = torch.stack([broken, *(~derivative.vanishes for derivative in terms.derivatives)])
+        broken, *moving = self.accelerator.reduce(counts, reduction="sum").tolist()
         if broken:
             raise FloatingPointError(
                 f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
                 "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
                 "have not been touched by this step."
             )
-        self.terms.log(figures, terms)
-        self._log_weighted(forward.weighted)
-        if not train:
-            return loss + terms.value
-        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        inputs_of_loss = [weighted_sign, given.leaf, *forward.differentiated]
-        slope, by_given, *by_weight = torch.autograd.grad(loss, inputs_of_loss)
-        weighted_advantages = advantages * batch.loss_weights
-        value = loss.detach() + ((weighted_advantages - weighted_sign.detach()) * slope).sum() + terms.value
-        loss = Derivative(given.with_graph, by_given).term
-        if not self.isopo.every_layer_was_reached:  # before the first backward
-            refuse_readers(loss, self.model)
-        unscaled = [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
-        pull = forward.unscaled_term()
-        if pull is not None:
-            # By what the loss multiplies a token: its normalisation, and TRL's masks
-            share = -by_weight[0] * sign.unsqueeze(1)
-            value = value + (share * pull.value).sum()
-            unscaled.append(Derivative(forward.outputs.logps, share * pull.slope))
-        if unscaled:
-            term = torch.stack([derivative.term for derivative in unscaled]).sum()
-            if self._goes_back_twice:
-                with unseen_by_deepspeed(model, outputs):
-                    self.isopo.unscaled(term)
-            else:
-                # All in one, with the advantages in the loss
-                logps = forward.outputs.logps
-                (by_logps,) = torch.autograd.grad(loss, [logps], retain_graph=True)
-                loss = Derivative(logps, by_logps * advantages.abs().unsqueeze(1)).term + term
-                # An advantage that is not finite must be noticed
-                microbatch.set_advantages(torch.where(advantages.isfinite(), 1.0, advantages))
-        return loss + (value - loss).detach()
+        return [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
+
+    def _log_terms(self, of_policy: Figures, terms: LossTerms) -> None:
+        add_all_to_log(self, "train" if self.model.training else "eval", self.terms.figures(of_policy, terms))
 
     def _log_weighted(self, weighted: Weighted) -> None:
         add_to_log(self, "train" if self.model.training else "eval", weighted.figures)
@@ -427,7 +514,14 @@ class ISOPOTrainer(GRPOTrainer):
         group: Any = self.args.num_generations
         with shuffled_by_group(group) if self.args.group_microbatches else nullcontext():
             inputs = super()._prepare_inputs(generation_batch)
-        return self.skipping.next_microbatch() if self.skipping and self.skipping.is_training else inputs
+        # The model's own mode does not tell an evaluation: continuous batching leaves it in that of training
+        if not self._is_in_training_step:
+            return inputs
+        microbatches, steps = self.current_gradient_accumulation_steps, self._optimizer_steps
+        if self.step_control is not None:
+            batch = Batch(inputs)
+            self.step_control.see(batch, self.state.global_step, microbatches, is_fresh(batch, steps))
+        return inputs if self.skipping is None else self.skipping.next_microbatch(microbatches, steps)
 
     def _generate_and_score_completions(self, inputs):
         needs_behaviour, training = self._needs_behaviour, self.model.training
@@ -471,7 +565,7 @@ class ISOPOTrainer(GRPOTrainer):
         return advantages.masked_fill(equal, 0)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        functions = map(reward_functions.checked, self.reward_funcs, self.reward_func_names)
+        functions = map(reward_functions.verified, self.reward_funcs, self.reward_func_names)
         with borrowed(self, reward_funcs=list(functions)):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         aggregation = self.args.multi_objective_aggregation
@@ -491,7 +585,7 @@ class ISOPOTrainer(GRPOTrainer):
     ) -> None:
         super().create_model_card(model_name, dataset_name, tags)
         if self.is_world_process_zero():
-            model_card.complete(os.path.join(str(self.args.output_dir), "README.md"), model_name, self)
+            model_card.write(os.path.join(str(self.args.output_dir), "README.md"), model_name, self)
 
     def _save_checkpoint(self, model, trial):
         # First: what follows pushes the folder to the Hub and removes older checkpoints
@@ -530,16 +624,14 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _chosen(self) -> dict[str, Any]:
         """What is done with tokens, by which a checkpoint knows it again: their weights, the loss, and its terms."""
-        chosen = {**ratio_loss.of_loss(self.args), **self.terms.chosen(), **self.weighting.chosen()}
+        chosen = {**ratio_loss.of_loss(self.args), **self.terms.chosen, **self.weighting.chosen()}
         return {**chosen, "skip_zero_advantage": self.skipping is not None}
 
     def _load_state(self, checkpoint: Path) -> None:
         """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""
         state = files.read(checkpoint)
         path, own = checkpoint / files.STATE_FILE, self._chosen()
-        saved = state.get("weighting", own)  # early checkpoints do not have it
-        if saved.get("token_weights") == "none":  # or have nothing in it of clipping, which there was not
-            saved = {**dict.fromkeys(ratio_loss.RANGE), **saved}
+        saved = state["weighting"]
         changed = [name for name in own if name in saved and saved[name] != own[name]]
         changes = ", ".join(f"{name}={saved[name]!r} to {own[name]!r}" for name in changed)
         kept = {"token_weights", *self.weighting.kept_on_resume}
@@ -553,7 +645,7 @@ class ISOPOTrainer(GRPOTrainer):
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
         needed = [REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
-        if generation.restore(self, checkpoint, state.get("position"), needed):
+        if generation.restore(self, checkpoint, state["position"], needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
         if self.step_control is not None:
             self.step_control.load_state_dict(state.get("step_control", {}))
@@ -581,70 +673,3 @@ def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = F
         + "A lower learning rate does not help. Scale the rewards down (or set scale_rewards='group'), and where "
         "multipliers are large, raise `regularization`, take exponents nearer to 0, or set scale='relative'."
     )
-
-
-class _Forward:
-    """
-    The loss's forward pass: takes its log-probabilities, weighs the tokens, and keeps what is needed after the loss.
-
-    Args:
-        weighting ([`Weighting`]): weighs the tokens.
-        batch ([`Batch`]): the batch that the loss is computed of.
-        advantages (`torch.Tensor`): `[B]`, of which the loss may have the signs alone.
-        optimizer_steps (`int`): number of optimizer steps up to now.
-        asks_older (`bool`): whether what an older policy drew the tokens with is asked for, beside the weights.
-        watched (`bool`): whether the drift from the policy that drew the tokens is asked for.
-    """
-
-    outputs: Outputs
-    broken: torch.Tensor  # number of sequences whose log-probabilities are not finite
-    weighted: Weighted
-    older: torch.Tensor | None = None  # [B, C], as far as known, where an older policy drew the tokens
-    drift: torch.Tensor | None = None  # [2], `drift_sums`
-
-    def __init__(
-        self,
-        weighting: Weighting,
-        batch: Batch,
-        advantages: torch.Tensor,
-        optimizer_steps: int,
-        asks_older: bool = False,
-        watched: bool = False,
-    ):
-        self._weighting = weighting
-        self._batch = batch
-        self._advantages = advantages
-        self._optimizer_steps = optimizer_steps
-        self._asks_older = asks_older
-        self._watched = watched
-        # The weights, where an unscaled term asks what the loss makes of them
-        self.differentiated: list[torch.Tensor] = []
-
-    def __call__(self, outputs: Outputs) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
-        self.outputs, logps, mask = outputs, outputs.logps, self._batch.counted
-        self.broken = (~torch.isfinite(logps.detach()) & self._batch.scored.bool()).any(dim=1).sum()
-        if self._asks_older and not is_fresh(self._batch, self._optimizer_steps):
-            self.older = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
-        if self._watched:
-            drawn_with = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
-            known = is_fresh(self._batch, self._optimizer_steps) or says_what_drew_it(self._batch)
-            self.drift = drift_sums(logps, drawn_with, mask if known else torch.zeros_like(mask))
-        if not self._weighting.needs_behaviour:
-            self.weighted = Weighted()
-            # Where old log-probabilities were asked for, it was not for a ratio in the policy's part of the loss
-            return (None, None) if self._asks_older or self._watched else None
-        behaviour = behaviour_logps(self._batch, logps.detach(), self._optimizer_steps)
-        self.weighted = self._weighting(logps, behaviour, mask, self._advantages)
-        weights, old = self.weighted.weights, self.weighted.old_logps
-        self._batch.sampler_logps = behaviour if old is None else old
-        if old is not None:
-            self._batch.old_logps = old
-            return None
-        if self.weighted.unscaled is not None and torch.is_grad_enabled():
-            weights = torch.ones_like(logps) if weights is None else weights.expand_as(logps)
-            weights = weights.detach().requires_grad_()
-            self.differentiated = [weights]
-        return weights, self.weighted.log_ratio
-
-    def unscaled_term(self) -> Unscaled | None:
-        return None if self.weighted.unscaled is None else self.weighted.unscaled()

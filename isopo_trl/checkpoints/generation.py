@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..trl_seam.generation import generated_batches, microbatches_done, set_microbatches_done
+from ..trl_seam.generation import Progress
 from ..trl_seam.loans import intercepted
 
 
@@ -42,46 +42,45 @@ def file_name(rank: int) -> str:
 def position(trainer: Any) -> dict[str, Any]:
     """How far the run has got with its generations, for the checkpoint's state."""
     settings = {name: getattr(trainer.args, name) for name in _SETTINGS}
+    progress = Progress(trainer)
     # Where its completions are not to be used any more, the run is not inside a generation
-    ended = generated_batches(trainer) is None
-    done, processes = microbatches_done(trainer), trainer.accelerator.num_processes
-    return {"microbatches": done, "ended": ended, "processes": processes, **settings}
+    ended = progress.batches is None
+    return {
+        "microbatches": progress.microbatches,
+        "ended": ended,
+        "processes": trainer.accelerator.num_processes,
+        **settings,
+    }
 
 
 def save(trainer: Any, folder: str | os.PathLike) -> None:
     """Write this rank's part of the generation, if the run is inside of one; to be called on every rank."""
-    batches = generated_batches(trainer)
-    if batches is None or microbatches_done(trainer) % _every(trainer) == 0 or trainer.args.save_only_model:
+    progress = Progress(trainer)
+    if progress.batches is None or not progress.is_inside_generation or trainer.args.save_only_model:
         return
     os.makedirs(folder, exist_ok=True)
-    torch.save(batches, os.path.join(folder, file_name(trainer.accelerator.process_index)))
+    torch.save(progress.batches, os.path.join(folder, file_name(trainer.accelerator.process_index)))
 
 
-def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None, needed: Sequence[str] = ()) -> bool:
+def restore(trainer: Any, folder: Path, saved: dict[str, Any], needed: Sequence[str] = ()) -> bool:
     """
     Put the trainer where the run was when it was saved, and warn where that cannot be. Called on every rank.
 
     Args:
         folder (`Path`): the checkpoint.
-        saved (`dict`, *optional*): its [`position`]; early checkpoints have none.
+        saved (`dict`): its [`position`].
         needed (`Sequence[str]`): what the loss will look for in a batch that its settings have put there.
 
     Returns whether the generation was restored.
     """
     if trainer.args.ignore_data_skip:  # the data begin anew, and so do the generations
         return False
-    own, every = position(trainer), _every(trainer)
-    if saved is None:
-        steps = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
-        if steps * trainer.args.gradient_accumulation_steps % every:
-            _warn(trainer, "an earlier version of isopo_trl saved it, without them")
-        return False
+    own = position(trainer)
     inside = saved["microbatches"] % (saved["steps_per_generation"] * saved["num_iterations"])
-    saved = {"group_microbatches": False, **saved}  # early checkpoints do not have it
-    if saved.get("ended"):
+    if saved["ended"]:
         inside = 0
-    others = [name for name in own if name not in ("microbatches", "ended") and saved.get(name) != own[name]]
-    changed = ", ".join(f"{name}={saved.get(name)} to {own[name]}" for name in others)
+    others = [name for name in own if name not in ("microbatches", "ended") and saved[name] != own[name]]
+    changed = ", ".join(f"{name}={saved[name]} to {own[name]}" for name in others)
     if changed:
         if inside:
             _warn(trainer, f"settings have changed since: {changed}")
@@ -92,7 +91,7 @@ def restore(trainer: Any, folder: Path, saved: dict[str, Any] | None, needed: Se
     # All ranks or none: generating is done together
     found = torch.tensor([batches is not None and not lacking], dtype=torch.int32, device=device)
     restored = bool(inside) and bool(trainer.accelerator.gather(found).min())
-    set_microbatches_done(trainer, saved["microbatches"], send_to_device(batches, device) if restored else None)
+    Progress(trainer).set(saved["microbatches"], send_to_device(batches, device) if restored else None)
     if inside and lacking:
         _warn(trainer, "settings have changed since, and the loss now asks for more than was noted of them")
     elif inside and not restored:
@@ -117,11 +116,6 @@ def past_epochs(trainer: Any, folder: Path | None) -> Iterator[None]:
         yield
 
 
-def _every(trainer: Any) -> int:
-    """Microbatches for which a generation serves."""
-    return trainer.args.steps_per_generation * trainer.args.num_iterations
-
-
 def _read(path: Path) -> list[dict[str, Any]] | None:
     if not path.exists():
         return None
@@ -132,7 +126,8 @@ def _read(path: Path) -> list[dict[str, Any]] | None:
 
 
 def _warn(trainer: Any, reason: str) -> None:
-    every, accumulation = _every(trainer), trainer.args.gradient_accumulation_steps
+    every = trainer.args.microbatches_per_generation
+    accumulation = trainer.args.gradient_accumulation_steps
     logger.warning(
         f"The checkpoint was saved between two uses of the same completions, and cannot go on with them ({reason}): "
         "others are generated, and the run goes on differently from one that was not interrupted. A checkpoint does "

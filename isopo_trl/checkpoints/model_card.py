@@ -4,7 +4,8 @@ import html
 import json
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 from urllib.parse import quote
 
 import peft
@@ -13,10 +14,6 @@ from huggingface_hub import ModelCard
 
 from ..config import ISOPOConfig
 from ..token_weights.ratio_loss import BY_RATIO, RANGE
-
-
-if TYPE_CHECKING:
-    from ..trainer import ISOPOTrainer
 
 
 # Shown of every run, beside the settings of the rule and those that were changed
@@ -50,7 +47,7 @@ output = generator(prompt, max_new_tokens=128, return_full_text=False)[0]
 print(output["generated_text"])"""
 
 
-def complete(path: str, model_name: str | None, trainer: "ISOPOTrainer") -> None:
+def write(path: str, model_name: str | None, trainer: Any) -> None:
     """Rewrite the card that TRL has written to `path`."""
     card = ModelCard.load(path)
     card.data.pop("licence", None)  # TRL writes the word "license" there
@@ -74,7 +71,7 @@ def complete(path: str, model_name: str | None, trainer: "ISOPOTrainer") -> None
     card.save(path)
 
 
-def _quick_start(trainer: "ISOPOTrainer") -> str:
+def _quick_start(trainer: Any) -> str:
     tokenizer: Any = trainer.processing_class
     prompt: Any = trainer.card_prompt
     if prompt is None:
@@ -87,7 +84,7 @@ def _quick_start(trainer: "ISOPOTrainer") -> str:
     return f"```python\n{_SNIPPET.format(prompt=written[0], model=written[1])}\n```"
 
 
-def _procedure(trainer: "ISOPOTrainer") -> str:
+def _procedure(trainer: Any) -> str:
     args, rule = trainer.args, trainer.isopo.rule
     weighting = trainer.weighting
     rows = {
@@ -119,7 +116,7 @@ def _changed(args: ISOPOConfig) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(ISOPOConfig, name, None)}
 
 
-def _outcome(trainer: "ISOPOTrainer") -> str:
+def _outcome(trainer: Any) -> str:
     log = trainer.state.log_history
     accuracies = [line["validation/accuracy"] for line in log if "validation/accuracy" in line]
     divergences = [line["validation/kl"] for line in log if "validation/kl" in line]
@@ -133,9 +130,11 @@ def _outcome(trainer: "ISOPOTrainer") -> str:
 
 
 def _versions() -> str:
-    from .. import __version__
-
-    return f"- ISOPO for TRL (isopo-trl): {__version__}\n- PEFT: {peft.__version__}\n"
+    try:
+        own = f"- ISOPO for TRL (isopo-trl): {version('isopo-trl')}\n"
+    except PackageNotFoundError:  # a source tree that is not installed
+        own = ""
+    return f"{own}- PEFT: {peft.__version__}\n"
 
 
 def _plain(name: str) -> str:

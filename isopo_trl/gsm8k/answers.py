@@ -12,17 +12,16 @@ from unicodedata import normalize
 
 LONGEST_NUMBER = 100  # characters; Python refuses to read integers of more than 4300 digits
 LONGEST_ANSWER = 1000  # characters of a declared answer that are read
-BEFORE_LAST, AFTER_LAST = 128, 16  # characters that are read around the last digit of a text without such an answer
-BEFORE_NUMBER = 20  # characters in which a number's minus is looked for
+BEFORE_LAST, AFTER_LAST = 128, 32  # characters that are read around the last digit of a text without such an answer
 
-# One sign for what Unicode and LaTeX have many of; a backslash stands for a formula that is not read
-_SAME = {"-": "‐‑‒–—―−﹣－", " ": "\u00a0\u2007\u2009\u202f", "=": "≈→⇒", "×": "·⋅", "/": "⁄", "\\": "±π√"}
+# One sign for what Unicode and LaTeX have many of; `√` stands for a formula, which is not read
+_SAME = {"-": "‐‑‒–—―−﹣－", " ": "\u00a0\u2007\u2009\u202f", "=": "≈→⇒", "×": "·⋅", "/": "⁄", "√": "±π"}
 _SIGNS = str.maketrans(
     {sign: plain for plain, signs in _SAME.items() for sign in signs}
     | {power: "^" + normalize("NFKC", power) for power in "²³"}
     | {part: "\\frac" + normalize("NFKC", part).replace("⁄", "") for part in "¼½¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 )
-_PART, _UNIT = r" *(?:\{ *([-0-9.,]+) *\}|([0-9]))", r" *\{+([A-Za-z. ]+)\}+"
+_PART, _UNIT = r" *(?:\{([- 0-9.,]+)\}|([0-9]))", r" *\{+([A-Za-z. ]+)\}+"
 _LATEX = (
     (r"\\([$%])", r"\1"),
     (r"~|\\(?:[,;: ]|q?quad\b)", " "),
@@ -33,7 +32,7 @@ _LATEX = (
     (r"(?<=[0-9]) *(?=\\[dt]?frac)", " "),  # 2\frac{1}{2}
     (rf"\\[dt]?frac{_PART}{_PART}", r"\1\2/\3\4 "),
     (rf"\\[dt]?frac{_UNIT}{_UNIT}", r"\1/\2"),
-    (r"\\[A-Za-z]+ *", r"\\"),
+    (r"\\[A-Za-z]* *", "√"),
     (r"[{}]", ""),
     (r"(?<=[0-9]) ?[×x*] ?10\^(?=[-+]?[0-9]{1,2}(?![0-9]))", "e"),
 )
@@ -42,11 +41,11 @@ _LATEX = (
 # group is set. Digits within a name or power (x_1, m2, cm^2) are neither; after a currency's code they are a number.
 _NUMBER = re.compile(
     r"""
-    (?=[.0-9]) (?: (?<=USD|EUR|GBP|INR) | (?<![A-Za-z0-9]) ) (?<![A-Za-z][_^]) (?<![0-9][.,_^])
+    (?=[.0-9]) (?: (?<=USD|EUR|GBP|INR) | (?<=Rs) | (?<![A-Za-z0-9]) ) (?<![A-Za-z][_^]) (?<![0-9][.,_^])
     (?:
-        (?: ([0-9]+) [ ]{1,2} (?=[0-9]+/) )?                                                       # the 2 of 2 1/2
+        (?: ([0-9]+) [ ]{1,2} (?=[0-9]+/[0-9]) )?                                                    # the 2 of 2 1/2
         (
-            (?: [1-9][0-9]{0,2} (?: (?:,[0-9]{3})+ | (?:[ ][0-9]{3})+ (?![0-9]|[ ]?/) ) | [0-9]+ )  # 1,234  1 234  1234
+            (?: [1-9][0-9]{0,2} (?: (?:,[0-9]{3})+ | (?:[ ][0-9]{3})+ (?![-0-9]|[ ]?/) ) | [0-9]+ )  # 1,234  1 234  12
             (?: [ ]?/[ ]? (?=0*[1-9]) [0-9]+ | (?: \.[0-9]+ )? (?: [eE][-+]?[0-9]{1,2} )? )
             | (?<![\w.]) \.[0-9]+                                                                  # .5
         )
@@ -57,23 +56,16 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _CURRENCY = "$€£¥₹"
-_MARKUP = rf"*_`\"'(\[<>~{_CURRENCY}"
 # Directly before a number, and directly after it: an operator that makes it part of a formula
-_FORMULA_BEFORE = re.compile(rf"(?:[×÷/^\\]|[-|]-|(?<=\w)\+| \+(?= )|\b[A-Za-z] *-(?= ))[ {_MARKUP}]*\Z")
-_FORMULA_AFTER = re.compile(r"[*_]*(?:\(| *[\^\\+×÷]| \* | *- ?[A-Za-z]\b|_[A-Za-z0-9]|[A-Za-z]+[0-9])")
+_FORMULA_BEFORE = rf"(?:[×÷/^√]|[-|]-|(?<=\w)\+| \+(?= )|\b[A-Za-z] *-(?= ))[ *_`\"'(\[<>~{_CURRENCY}]*\Z"
+_FORMULA_AFTER = re.compile(r"[*_]*(?:\(| *[\^√+×÷]| \* | *- ?[A-Za-z]\b|_[A-Za-z0-9]|[A-Za-z]+[0-9])")
 # Between two numbers of a text: an operator that makes one formula of them, a range, a time
-_JOINED = re.compile(rf"[)\]%°]*(?:[:'’_]| *[-+*/×÷^]+ *)[({_CURRENCY}]*")
+_JOINED = re.compile(rf"[)\]%°]*(?:[:'’_]|( *)[-+*/×÷^]+\1)[({_CURRENCY}]*")
 # A minus that a blank separates from its number is a dash or a bullet, unless the answer begins with it
-_MINUS = re.compile(
-    rf"(?:(?:\A|[=:(])[ {_MARKUP}]*-[ {_MARKUP}]*|(?<![\w)\]%])-[{_MARKUP}]*|\b(?:minus|negative)[ {_MARKUP}]*)\Z",
-    re.IGNORECASE,
-)
+_MINUS = r"(?:(?:\A|[=:(])[^a-z0-9\n#]*-[^a-z0-9\n#]*|(?<![a-z0-9)\]%])-[^a-z0-9\s]*|\b(?:minus|negative)\W*)\Z"
 # Of a declared answer: what goes before the number, and what may follow it
-_LABEL = re.compile(
-    r"[^\w\\]*[A-Za-z].*?(?:(?<![0-9]):|:(?![0-9])"
-    r"|(?<!which )(?<!that )(?<!this )(?<!there )\b(?:is|are|was|were|be|equals)\b)(?=.*[0-9])"
-)
-_PARENTHESIS = re.compile(r"(?<=[\w.,%$*]) +\((?=[^()]*[A-Za-z+*/=×-])[^()]*\)")
+_LABEL = r"\W*[A-Za-z].*?(?:(?<!\d):|:(?!\d)|(?<!which |there )(?<!that )\b(?:is|are|was|were|be|equals)\b)(?=.*\d)"
+_PARENTHESIS = r"(?<=[\w.,%$*]) +\((?=[^()]*[A-Za-z+*/=×-])[^()]*\)"
 _REMARK = re.compile(
     r"\b(?:for|in|per|each|every|which|because|since|as|after|at|if|when|with|on|during|within)\b"
     r"|\bto (?=[a-z])|(?<=[a-z] )of\b|[.;!] +[A-Za-z]"
@@ -110,27 +102,27 @@ def declared_answer(text: str) -> str | None:
         line = rest.lstrip().partition("\n")[0]
         return line if len(line) <= LONGEST_ANSWER else line[:LONGEST_ANSWER].rpartition(" ")[0]
     _, box, rest = text.rpartition("\\boxed{")
+    if not box:
+        return None
     depth = 1
     for place, character in enumerate(rest[:LONGEST_ANSWER]):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return rest[:place] if box else None
-    return "" if box else None
+            return rest[:place]
+    return ""
 
 
 def _declared_number(declared: str) -> Fraction | None:
     text = re.sub("<<[^<>]*>>", "", _plain(declared))  # GSM8K's calculations
-    text = re.sub("[0-9].*", lambda rest: _PARENTHESIS.sub(" ", rest[0]), text, count=1)
-    for side in reversed(text.split("=")[-2:]):
-        number = _one_number(side)
-        if number is not None:
-            return number
-    return None
+    text = re.sub("[0-9].*", lambda rest: re.sub(_PARENTHESIS, " ", rest[0]), text, count=1)
+    rest, _, side = text.rpartition("=")
+    number, other = _one_number(side), rest.rpartition("=")[2]
+    return _one_number(other) if number is None and is_only_a_number(other) else number
 
 
 def _one_number(text: str) -> Fraction | None:
     """The number of an answer without `=`: label, number, unit, remark."""
-    while label := _LABEL.match(text):
+    while label := re.match(_LABEL, text):
         text = text[label.end() :]
     numbers = list(_NUMBER.finditer(text))
     if len(numbers) > 1:
@@ -138,7 +130,7 @@ def _one_number(text: str) -> Fraction | None:
         if remark is None:
             return None
         text = text[: remark.start()]
-    return _value(numbers[0], text) if numbers and "\\" not in text else None
+    return _value(numbers[0], text) if numbers and "√" not in text else None
 
 
 def _last_number(text: str) -> Fraction | None:
@@ -156,7 +148,7 @@ def _last_number(text: str) -> Fraction | None:
 def _plain(text: str) -> str:
     """A text with one sign for each thing, and LaTeX's ways to write a number in plain text."""
     if not text.isascii():
-        text = re.sub(r"(?![0-9])\d", r"0\\", text.translate(_SIGNS))  # a digit of another script is not read
+        text = re.sub(r"(?![0-9])\d", "0√", text.translate(_SIGNS))  # a digit of another script is not read
     if re.search(r"[\\{^]", text):
         for pattern, plain in _LATEX:
             text = re.sub(pattern, plain, text)
@@ -165,11 +157,14 @@ def _plain(text: str) -> str:
 
 def _value(match: re.Match[str], text: str) -> Fraction | None:
     """The value of a match of `_NUMBER` in a text, which may end sooner than the one that was searched."""
-    before = text[max(match.start() - BEFORE_NUMBER, 0) : match.start()]
+    before = text[: match.start()][-20:]  # enough for a minus
     whole, number = match.groups()
     if number is None or len(match[0]) > LONGEST_NUMBER:
         return None
-    if _FORMULA_BEFORE.search(before) or _FORMULA_AFTER.match(text, match.end()):
+    if re.search(_FORMULA_BEFORE, before) or _FORMULA_AFTER.match(text, match.end()):
         return None
-    value = Fraction(number.replace(",", "").replace(" ", "")) + int(whole or 0)
-    return -value if _MINUS.search(before) else value
+    value = Fraction(number.replace(",", "").replace(" ", ""))
+    if whole and value >= 1:
+        return None
+    value += int(whole or 0)
+    return -value if re.search(_MINUS, before, re.IGNORECASE) else value

@@ -11,8 +11,7 @@ from .answers import extract_answer
 
 INSTRUCTION = "Solve the problem step by step, then give the answer on a line of its own, as: #### <number>"
 COLUMNS = ("question", "answer")
-# Rows of a single file that are kept for validation
-HELD_OUT = 0.1
+HELD_OUT = 0.1  # rows of a single file that are kept for validation
 
 
 def load_gsm8k(
@@ -32,29 +31,24 @@ def load_gsm8k(
     """
     if os.path.isdir(source):
         files = [os.path.join(source, f"{split}.jsonl") for split in (train, test)]
-        missing = [file for file in files if not os.path.exists(file)]
-        if missing:
-            raise ValueError(
-                f"{missing[0]} does not exist: a folder of problems needs {train}.jsonl and {test}.jsonl."
-            )
-        first, second = (read_problems(file) for file in files)
-        return first, second
+        for file in files:
+            if not os.path.exists(file):
+                raise ValueError(f"{file} does not exist: a folder of problems needs {train}.jsonl and {test}.jsonl.")
+        return read_problems(files[0]), read_problems(files[1])
     if os.path.exists(source) or source.endswith((".jsonl", ".json")):
         problems = read_problems(source)
         if len(problems) < 2:
             raise ValueError(
                 f"{source} has {len(problems)} problems: at least 2 are needed, to train and to validate."
             )
-        held_out = max(1, int(HELD_OUT * len(problems)))
-        return problems.select(range(len(problems) - held_out)), problems.select(
-            range(len(problems) - held_out, len(problems))
-        )
+        kept = len(problems) - max(1, int(HELD_OUT * len(problems)))
+        return problems.select(range(kept)), problems.select(range(kept, len(problems)))
     if config is None and source == "openai/gsm8k":
         config = "main"
     try:
         first, second = (load_dataset(source, config, split=split) for split in (train, test))
     except Exception as error:  # the Hub's client raises many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"The data set {source!r} is neither a file nor could it be loaded from the Hub: {reason}"
         ) from error

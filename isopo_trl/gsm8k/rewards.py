@@ -14,9 +14,6 @@ from typing import Any
 from .answers import declared_answer, extract_answer, is_only_a_number
 
 
-__all__ = ["format_reward", "gsm8k_reward", "math_verify_reward", "strict_gsm8k_reward"]
-
-
 def gsm8k_reward(
     completions: Sequence[Any], answer: Sequence[Any], prompts: Sequence[Any] | None = None, **kwargs: Any
 ) -> list[float | None]:
@@ -45,14 +42,7 @@ def strict_gsm8k_reward(
 ) -> list[float | None]:
     """
     As [`gsm8k_reward`], but only a number after `####` is an answer: 0.0 for a completion that has no `####`, even
-    where the right number stands in a box or at the end of the text.
-
-    Args:
-        completions, answer, prompts: as in [`gsm8k_reward`].
-        **kwargs: what else TRL passes; not used.
-
-    Returns:
-        `list[float | None]`: one reward each; `None`, which TRL leaves out, where `answer` is `None`.
+    where the right number stands in a box or at the end of the text. Arguments and result are the same.
     """
     cases = _cases(completions, answer, prompts)
     return _correctness((text if "####" in text else "", gold) for text, gold in cases)
@@ -64,13 +54,7 @@ def format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
     At least one blank stands before the number, which may be any that [`extract_answer`] reads, between a currency
     sign and a percent sign or full stop at most; nothing else is on the line, and only white space after it.
-
-    Args:
-        completions (`list[str]` or `list[list[dict]]`): as in [`gsm8k_reward`].
-        **kwargs: what else TRL passes; not used.
-
-    Returns:
-        `list[float]`: one reward each.
+    Completions are given as in [`gsm8k_reward`].
     """
     return [float(_ends_in_answer(_text(completion))) for completion in completions]
 
@@ -117,13 +101,10 @@ def math_verify_reward(
 
 def _correctness(cases: Iterable[tuple[str, Any]]) -> list[float | None]:
     """1.0 where a text's answer is the gold one, 0.0 elsewhere; `None` where there is no gold one."""
-    rewards: list[float | None] = []
-    for text, gold in cases:
-        if gold is None:
-            rewards.append(None)
-        else:
-            rewards.append(1.0 if extract_answer(text) == _gold(gold, len(rewards)) else 0.0)
-    return rewards
+    return [
+        None if gold is None else float(extract_answer(text) == _gold(gold, index))
+        for index, (text, gold) in enumerate(cases)
+    ]
 
 
 def _expression(text: str) -> str:
@@ -174,9 +155,8 @@ def _without_echo(text: str, prompt: str) -> str:
 _gold_of_text = lru_cache(maxsize=1024)(extract_answer)  # the same for every completion of a group
 
 
-def _gold(gold: Any, index: int) -> int | Fraction:
+def _gold(gold: Any, index: int) -> Fraction:
     """The value of a gold answer: text is read as a completion is, a float as it prints (0.1 is a tenth)."""
-    value: int | Fraction | None
     try:
         value = _gold_of_text(gold) if isinstance(gold, str) else Fraction(str(gold))
     except ValueError:

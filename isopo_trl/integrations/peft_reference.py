@@ -41,7 +41,7 @@ def base_weights_kept(model: Any) -> Iterator[None]:
         config.init_lora_weights = name
 
 
-def check(model: Any, beta: float) -> None:
+def refuse_lost_part(model: Any, beta: float) -> None:
     """Raise if the divergence (weight `beta`) would be measured from a model without what its adapter began as."""
     if beta == 0.0 or not isinstance(model, PeftModel) or "ref" in model.peft_config:
         return

@@ -75,7 +75,7 @@ NOISE_FLOAT32 = constant(noise_level(torch.float32) ** 2)
 NOISE_FLOAT64 = constant(noise_level(torch.float64) ** 2)
 
 
-def usable(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
+def rule_is_in_kernels(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
     """Whether the kernels can take a tensor like `x` and so many sequences and samples, under this rule."""
     if rule.kernel_form is None or not takes(x):
         return False

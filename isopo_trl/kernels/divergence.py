@@ -68,7 +68,7 @@ def _divergence_plan(rows: int, size: int, dtype: torch.dtype, device: torch.dev
     return Plan((rows, 1, 1), (size, min(_BLOCK, power_of_two(size))), {"num_warps": 8})
 
 
-def usable(before: torch.Tensor, after: torch.Tensor) -> bool:
+def takes_both(before: torch.Tensor, after: torch.Tensor) -> bool:
     """Whether the kernel takes these logits."""
     plain = before.shape == after.shape and before.dtype == after.dtype != torch.float64
     return plain and all(x.is_contiguous() and takes(x) and is_here(x) for x in (before, after))

@@ -51,7 +51,7 @@ def _plan(size: int, dtype: torch.dtype, device: torch.device, factor: float, mo
     return Plan((-(-size // _BLOCK), 1, 1), constants, {"num_warps": _WARPS})
 
 
-def usable(values: torch.Tensor) -> bool:
+def takes_all(values: torch.Tensor) -> bool:
     """Whether the kernel takes these values: tensors of other kinds do not lie where they seem to."""
     plain = type(values) in (torch.Tensor, torch.nn.Parameter)
     return plain and values.dtype != torch.float64 and values.is_contiguous() and takes(values) and is_here(values)

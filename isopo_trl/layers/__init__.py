@@ -1,6 +1,12 @@
-"""One file per kind of layer: the autograd function that stands in for the layer's own forward.
-
-Each computes the same output and input gradient as the layer does. What differs is the parameters' gradient: `sum_s
-c_s V_s` in place of `sum_s V_s`, with `c_s` from the layer's statistics and [`~microbatch.Microbatch`]. `plan` says
-which kind takes which parameter.
 """
+Kinds of layers: how the gradients of a module's parameters are taken per sequence, one file for each kind.
+
+[`register_layer`] adds one from outside.
+"""
+
+from .layer import Inseparable, Layer, LayerFunction, Unsupported, layer_backward
+from .linear import linear
+from .registry import register_layer
+
+
+__all__ = ["Inseparable", "Layer", "LayerFunction", "Unsupported", "layer_backward", "linear", "register_layer"]

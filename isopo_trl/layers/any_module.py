@@ -306,7 +306,7 @@ class _Use:
         return keep
 
 
-def _of_term(ctx: Any, *totals: torch.Tensor | None) -> None:
+def _backward_of_term(ctx: Any, *totals: torch.Tensor | None) -> None:
     put_aside(ctx, *ctx.use.group.gradients(ctx.use, ctx.microbatch, list(totals), ctx.saved_tensors))
 
 
@@ -321,7 +321,7 @@ class _HandOut(torch.autograd.Function):
         return tuple(p.view_as(p) for p in tensors[:number])
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, *totals):
         inputs = ctx.saved_tensors
         gradients = ctx.use.group.gradients(ctx.use, ctx.microbatch, list(totals), inputs)

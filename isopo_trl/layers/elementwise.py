@@ -86,7 +86,7 @@ class ElementwiseLayer(VectorLayer):
             module._parameters.update(own)
 
 
-def _of_term(ctx: Any, *gradients: torch.Tensor) -> None:
+def _backward_of_term(ctx: Any, *gradients: torch.Tensor) -> None:
     ctx.microbatch.visit_in_term(ctx.layer.index)
     sums = [g.flatten(0, -2).sum(0, dtype=accumulation_dtype(g.dtype)) for g in gradients]
     put_aside(ctx, *(total.to(dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)))
@@ -105,7 +105,7 @@ class _HandOut(torch.autograd.Function):
         return tuple(p.view_as(p).expand(*shape, -1) for p in parameters)
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, *gradients):
         microbatch, layer = ctx.microbatch, ctx.layer
         rows = [g.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes)) for g in gradients]

@@ -74,7 +74,7 @@ def _looks_up_and_scales(module: nn.Embedding) -> bool:
     return torch.equal(output, table[ids] * _as(getattr(module, "embed_scale", 1.0), table))
 
 
-def _of_term(ctx: Any, grad: torch.Tensor) -> None:
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> None:
     """Keep the cotangents of a term `[N, d]`, or where the table is smaller than these, its gradient."""
     ids, g = _rows(ctx, grad)
     ctx.microbatch.visit_in_term(ctx.layer.index)
@@ -96,14 +96,14 @@ def _rows(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, weight, padding_idx, layer, microbatch):
-        microbatch.check(layer.name, ids, features=0)
+        microbatch.verify_positions(layer.name, ids, features=0)
         ctx.save_for_backward(ids)
         ctx.rows, ctx.dtype, ctx.padding_idx = weight.shape[0], weight.dtype, padding_idx
         ctx.layer, ctx.microbatch = layer, microbatch
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         layer, microbatch = ctx.layer, ctx.microbatch
         ids, g = _rows(ctx, grad)

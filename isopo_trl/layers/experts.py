@@ -38,7 +38,7 @@ from .layer import (
     put_aside,
     with_aside,
 )
-from .parameter_lora import Factor, check_active
+from .parameter_lora import Factor, verify_active
 
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
@@ -173,7 +173,7 @@ class ExpertsForward(Layer):
         on = getattr(self.module, "parametrizations", {})
         active = {name: adapter for name, adapter in self.adapters.items() if name in on}
         for adapter in active.values():
-            check_active(adapter.wrapper, adapter.name, self.name)
+            verify_active(adapter.wrapper, adapter.name, self.name)
         return active
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -183,7 +183,7 @@ class ExpertsForward(Layer):
             given = inspect.signature(type(module).forward).bind(module, x, *args, **kwargs).arguments
             args = tuple(given.values())[2:]
         choices, weights = args
-        microbatch.check(self.name, x)
+        microbatch.verify_positions(self.name, x)
         x = x.reshape(microbatch.sequences.rows, -1)
         routing = Routing.of(choices.reshape(len(x), -1), module.num_experts, microbatch.sequences)
         return experts_output(module, x, routing, weights, self._product(module, routing, microbatch))
@@ -315,7 +315,7 @@ def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | No
     return x.to(W.dtype), W, bias
 
 
-def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     """
     Keep the cotangents of a term that carries no advantage, `[S, p]`, to which the loss's own will be added, or the
     gradients of matrices and biases that they make.
@@ -345,7 +345,7 @@ class _ExpertProduct(torch.autograd.Function):
         return y if bias is None else y + bias[routing.row_experts]
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         a, W = ctx.saved_tensors
         g = grad.contiguous()
@@ -392,7 +392,7 @@ def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: b
     return _sums(routing, g, a, weight, bias, dtype)
 
 
-def check_experts(module: Any) -> None:
+def verify_experts(module: Any) -> None:
     """Raise [`Unsupported`] unless the module computes what [`experts_output`] does."""
     kind = type(module).__name__
     implementation = _implementation(module)

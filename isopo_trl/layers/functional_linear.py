@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .layer import PROBE_ERRORS, Layer, autocast, full_shape, has_own_forward
 from .linear import LinearLayer, _Linear
-from .parameter_lora import Factor, check_active
+from .parameter_lora import Factor, verify_active
 
 
 # The function that modules mean, whatever bears its name: DeepSpeed's ZeRO-3 puts another in its place, and leaves it
@@ -38,7 +38,7 @@ class FunctionalLinearLayer(LinearLayer):
 
         with LinearCalls(module.weight, product) as calls:
             output = type(module).forward(module, x, *args, **kwargs)
-        calls.check(self.name)
+        calls.verify_once(self.name)
         return output
 
 
@@ -86,7 +86,7 @@ class FunctionalLoRA(Layer):
         return self.current.microbatch if on and torch.is_grad_enabled() else None
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        check_active(self.wrapper, self.adapter, self.name)
+        verify_active(self.wrapper, self.adapter, self.name)
         for factor in self.factors.values():
             microbatch.add_to_graph(factor.module)
         scaling = self.wrapper.scaling[self.adapter]
@@ -104,7 +104,7 @@ class FunctionalLoRA(Layer):
 
         with LinearCalls(module.weight, product) as calls:
             output = type(module).forward(module, x, *args, **kwargs)
-        calls.check(self.name)
+        calls.verify_once(self.name)
         return output
 
 
@@ -138,7 +138,7 @@ class LinearCalls(TorchFunctionMode):
                 return self.product(*args, **{"x" if name == "input" else name: v for name, v in kwargs.items()})
         return func(*args, **kwargs)
 
-    def check(self, name: str) -> None:
+    def verify_once(self, name: str) -> None:
         """Raise unless there was one call in the forward of the module `name`."""
         if self.number != 1:
             raise RuntimeError(

@@ -79,9 +79,9 @@ class Layer:
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         """
         How the statistics are computed for a microbatch of this size: `"ghost"`, `"whole"` or `"blocks"` (see
-        [`~geometry.cost.choose_strategy`]), or `"no statistics"` where the rule needs none.
+        [`~geometry.cost.choose_strategy`]), or `"no statistics"` where the rule needs none. For the coverage table.
         """
-        raise NotImplementedError
+        return "its own" if any(rule.needs) else "no statistics"
 
     @property
     def places(self) -> list[Place]:
@@ -190,26 +190,26 @@ def once(backward: Callable) -> Callable:
     """Mark a backward that cannot be differentiated again (as `once_differentiable` does, at a tenth of its time)."""
 
     @functools.wraps(backward)
-    def checked(ctx, *gradients):
+    def run(ctx, *gradients):
         if torch.is_grad_enabled():
             _refuse_second_derivative()
         return backward(ctx, *gradients)
 
-    return checked
+    return run
 
 
 def _refuse_second_derivative() -> None:
     raise RuntimeError("ISOPO's gradients cannot be differentiated again: backward without `create_graph`.")
 
 
-def layer_backward(of_term: Callable) -> Callable[[Callable], Callable]:
+def layer_backward(backward_of_term: Callable) -> Callable[[Callable], Callable]:
     """
     Mark the backward of a layer's function, whose context knows the `microbatch`.
 
-    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.backward_of_term`]), `of_term` runs
-    in its place. It returns the gradient of the function's first input alone and leaves in the context what parameters
-    get of the term, for the loss's own backward to add. So whoever waits for the parameters' gradients (DDP, FSDP2,
-    DeepSpeed) sees them once.
+    In the backward of a term that carries no advantage ([`~microbatch.Microbatch.backward_of_term`]),
+    `backward_of_term` runs in its place. It returns the gradient of the function's first input alone and leaves in the
+    context what parameters get of the term, for the loss's own backward to add. So whoever waits for the parameters'
+    gradients (DDP, FSDP2, DeepSpeed) sees them once.
     """
 
     def mark(backward: Callable) -> Callable:
@@ -219,7 +219,7 @@ def layer_backward(of_term: Callable) -> Callable[[Callable], Callable]:
                 _refuse_second_derivative()
             if not ctx.microbatch.in_term:
                 return backward(ctx, *gradients)
-            return of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
+            return backward_of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
 
         return run
 

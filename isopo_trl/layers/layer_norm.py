@@ -35,7 +35,7 @@ class LayerNormLayer(VectorLayer):
         return _LayerNorm.apply(x, weight, bias, module.eps, axes, self, microbatch)
 
 
-def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     x, weight, bias, mean, rstd = ctx.saved_tensors
     needed = list(ctx.needs_input_grad[:3])
     grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(
@@ -51,14 +51,14 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, axes, layer, microbatch):
         if axes is None:
-            microbatch.check(layer.name, x)
+            microbatch.verify_positions(layer.name, x)
         output, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.axes, ctx.layer, ctx.microbatch = axes, layer, microbatch
         return output
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         x, weight, bias, mean, rstd = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

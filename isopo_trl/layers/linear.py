@@ -13,7 +13,7 @@ from ..geometry.statistics import linear_statistics, product, sequence_gradients
 from ..kernels import fisher_rows as row_kernels_from_before
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
-from ..kernels.coefficients import Entry, usable
+from ..kernels.coefficients import Entry, rule_is_in_kernels
 from ..kernels.fisher_rows import Into
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
@@ -52,12 +52,7 @@ class LinearLayer(Layer):
         weight = parameter_of(module, "weight")
         if isinstance(module, Conv1D):
             weight = weight.t()
-        x, weight, bias = autocast(x, weight, parameter_of(module, "bias"))
-        if not is_recomputing():
-            return _Linear.apply(x, weight, bias, self, microbatch)
-        y = _Linear.apply(x, weight, bias, self, microbatch, False)
-        _multiply(x, weight, bias, y)
-        return y
+        return linear(x, weight, parameter_of(module, "bias"), self, microbatch)
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         if not any(rule.needs):
@@ -69,8 +64,28 @@ class LinearLayer(Layer):
         if isinstance(self.module, Conv1D):
             p, d = d, p
         d += "bias" in self.parameters
-        kernels = usable(weight, sequences, samples, rule)
+        kernels = rule_is_in_kernels(weight, sequences, samples, rule)
         return linear_strategy(sequences, length, p, d, samples, rule.needs, weight.device.type, kernels)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer, microbatch: Microbatch
+) -> torch.Tensor:
+    """
+    What `torch.nn.functional.linear(x, weight, bias)` returns, with the gradients that the rule makes of a layer's.
+
+    Args:
+        x (`torch.Tensor`): `[B, T, d]`, or in another layout that [`Microbatch.verify_positions`] knows.
+        weight, bias (`torch.Tensor`): `[p, d]` and `[p]`, the layer's parameters, or views of them.
+        layer ([`Layer`]): the layer.
+        microbatch ([`Microbatch`]): the one under way.
+    """
+    x, weight, bias = autocast(x, weight, bias)
+    if not is_recomputing():
+        return _Linear.apply(x, weight, bias, layer, microbatch)
+    y = _Linear.apply(x, weight, bias, layer, microbatch, False)
+    _multiply(x, weight, bias, y)
+    return y
 
 
 def linear_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: str, kernels: bool) -> Strategy:
@@ -166,7 +181,7 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
 class _Linear(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, layer, microbatch, multiplies=True):
-        microbatch.check(layer.name, x)
+        microbatch.verify_positions(layer.name, x)
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.microbatch = layer, microbatch
         if not multiplies:

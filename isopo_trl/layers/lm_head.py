@@ -26,7 +26,7 @@ from ..geometry.statistics import (
     square_norms,
     with_ones,
 )
-from ..kernels.coefficients import usable
+from ..kernels.coefficients import rule_is_in_kernels
 from ..kernels.v import VSums
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
@@ -123,7 +123,7 @@ def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, torch.Tenso
 
 
 @dataclass
-class _OfTerm:
+class HeadTerms:
     """
     What the head keeps of terms that carry no advantage. The gradient of the logits is `slope_t e_t` there and in the
     loss, with `e_tv = 1[v = target_t] - p_tv` in both, so that slopes add up, and need no pass over the vocabulary.
@@ -139,10 +139,10 @@ class _OfTerm:
     unit: torch.Tensor | None = None
 
 
-def _of_term(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any) -> Any:
+def _backward_of_term(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any) -> Any:
     hidden, _, _, _, log_z, _ = ctx.saved_tensors
     ctx.microbatch.visit_in_term(ctx.layer.index)
-    kept = ctx.aside = take_aside(ctx) or _OfTerm()
+    kept = ctx.aside = take_aside(ctx) or HeadTerms()
     slopes, of_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
     kept.slopes, kept.of_entropy = _sum_of(kept.slopes, slopes), _sum_of(kept.of_entropy, of_entropy)
     if not ctx.needs_input_grad[0]:
@@ -179,7 +179,7 @@ class _ChunkedLMHead(torch.autograd.Function):
         return ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad_logprobs, grad_entropy, *_):
         if grad_entropy is not None and any(ctx.microbatch.rule.needs):
             raise RuntimeError(
@@ -220,7 +220,7 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     # Without that of the log-probabilities, there is only the entropy's
     grad: Any
     grad, grad_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
-    of_terms = take_aside(ctx) or _OfTerm()
+    of_terms = take_aside(ctx) or HeadTerms()
     unit = of_terms.unit if grad is not None and grad_entropy is None else None
     grad_hidden = None
     if needs_hidden and unit is not None:
@@ -301,7 +301,7 @@ class _HeadStatistics:
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
             without_overlap = self.needs._replace(overlap=False)
-            kernels = usable(a, sequences.count, 0, rule)
+            kernels = rule_is_in_kernels(a, sequences.count, 0, rule)
             self.from_V = VSums(rule) if kernels else VStatistics(without_overlap, None)
 
     def add(self, tile: torch.Tensor, part: slice) -> torch.Tensor | None:

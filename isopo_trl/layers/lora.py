@@ -122,7 +122,7 @@ def lora_linears(current: CurrentMicrobatch, model: nn.Module, layers: list[Laye
     return found
 
 
-def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     x, h, weight, A, B = ctx.saved_tensors
     layer, microbatch = ctx.layer, ctx.microbatch
     g = grad.reshape(len(x), -1)
@@ -139,7 +139,7 @@ def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
 class _LoRA(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, bias, A, B, scaling, layer, microbatch):
-        microbatch.check(layer.name, x)
+        microbatch.verify_positions(layer.name, x)
         ctx.dtype, ctx.scaling, ctx.layer, ctx.microbatch = A.dtype, scaling, layer, microbatch
         if not A.dtype == B.dtype == x.dtype:
             A, B = A.to(x.dtype), B.to(x.dtype)
@@ -151,7 +151,7 @@ class _LoRA(LayerFunction):
         return y.resize_(*x.shape[:-1], y.shape[1])  # no view, with which a model could not go on in place
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         x, h, weight, A, B = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

@@ -45,7 +45,7 @@ def trained_adapters(wrapper: Any) -> list[str]:
     return [name for name in wrapper.lora_A if any(f[name].weight.requires_grad for f in factors)]
 
 
-def check_active(wrapper: Any, adapter: str, name: str) -> None:
+def verify_active(wrapper: Any, adapter: str, name: str) -> None:
     """Raise if another adapter than the one that was planned takes part in a forward of the module `name`."""
     if list(wrapper.active_adapters) != [adapter]:
         raise RuntimeError(

@@ -12,7 +12,7 @@ from ..rules.rule import Rule
 from .any_module import AnyModuleLayer, SequenceGroup
 from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
-from .experts import ExpertsForward, check_experts, is_experts
+from .experts import ExpertsForward, is_experts, verify_experts
 from .functional_linear import FunctionalLinearLayer, FunctionalLoRA, calls_linear_once
 from .layer import Inseparable, Layer, Place, Unsupported, full_shape, has_own_forward
 from .layer_norm import LayerNormLayer
@@ -20,10 +20,12 @@ from .linear import LinearLayer
 from .lm_head import LMHeadLayer
 from .lora import lora_linears
 from .parameter_lora import Factor, parameter_factors, trained_adapters
+from .registry import registered_kinds
 from .rms_norm import RMSNormLayer, frozen_norms
 
 
-# In the order in which they are asked; the first that accepts a module takes it, and `AnyModuleLayer` what is left
+# In the order in which they are asked, behind those that were registered: the first that accepts a module takes it.
+# `AnyModuleLayer` takes what is left
 KINDS: list[type[Layer]] = [
     LinearLayer,
     EmbeddingLayer,
@@ -83,7 +85,7 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
 def _experts_forward(current: CurrentMicrobatch, module: nn.Module, name: str, forwards: dict) -> ExpertsForward:
     """The forward of an experts module, made when first asked for."""
     if module not in forwards:
-        check_experts(module)
+        verify_experts(module)
         forwards[module] = ExpertsForward(current, module, name)
     return forwards[module]
 
@@ -134,7 +136,7 @@ def _kind_of(module: nn.Module, places: dict[str, Place], trainable: dict[str, n
     """The kind that the module has of its own, if it has one; raises [`Inseparable`] where there can be none."""
     if any(holder is not module for holder, _ in places.values()):
         return None
-    for kind in KINDS:
+    for kind in (*registered_kinds(), *KINDS):
         try:
             if kind.accepts(module, trainable):
                 return kind

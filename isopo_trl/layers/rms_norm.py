@@ -54,7 +54,7 @@ class RMSNormLayer(ElementwiseLayer):
         return in_place and microbatch.kernels_take(parameter_of(module, "weight"))
 
 
-def _of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     """Keep the weight's gradient as parts whose sum it is, `[parts, d]`, where memory is not saved by recomputing."""
     x, weight, scale = ctx.saved_tensors
     microbatch = ctx.microbatch
@@ -80,7 +80,7 @@ class _RMSNorm(LayerFunction):
         return y
 
     @staticmethod
-    @layer_backward(_of_term)
+    @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         x, weight, scale = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch

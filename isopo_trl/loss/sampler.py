@@ -5,17 +5,13 @@ which computes them and keeps none, and the policy that a batch was drawn by.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, TemperatureLogitsWarper
 from transformers.generation import GenerationMode
 
 from ..trl_seam.batch import Batch
-
-
-if TYPE_CHECKING:
-    from ..config import ISOPOConfig
 
 
 class Recorder(LogitsProcessor):
@@ -123,13 +119,6 @@ class Turns:
     def drawn_by_policy(self) -> bool:
         """Whether the policy itself, at the loss's temperature, and nothing else drew the tokens of every turn."""
         return bool(self._on_policy) and all(self._on_policy)
-
-
-def samples_at_temperature(args: "ISOPOConfig") -> bool:
-    """Whether generation is asked for samples at the temperature of the loss, and for nothing else."""
-    others: dict[str, Any] = dict(args.generation_kwargs or {})  # type: ignore[arg-type]
-    same = others.pop("temperature", args.temperature) == args.temperature and not others
-    return same and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
 
 
 # Which prompt a completion is of

@@ -8,7 +8,6 @@ by, can stay in the loss where it is alone, and its derivative is asked for by i
 pass of their own, or none where they vanish.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +15,7 @@ import torch
 
 from ..token_weights.ratios import log_ratios
 from ..trl_seam.batch import Batch
-from ..trl_seam.log import add_all_to_log, figures_apart
-from ..trl_seam.loss import Outputs, figures_of_policy, terms_of_loss
-
-
-Loss = Callable[[Batch], torch.Tensor]  # TRL's
-Figures = dict[str, list[float]]  # to be logged
+from ..trl_seam.loss import Figures, Outputs, TRLLoss
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Terms:
     The terms that a trainer's settings ask for.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
+        trainer (`GRPOTrainer`): the trainer.
 
     Attributes:
         settings (`list[str]`): the settings, as `name=value`; empty where there are no terms.
@@ -78,12 +72,11 @@ class Terms:
         needs_reference (`bool`): whether there is a KL divergence to the reference model in the loss.
         are_balance (`bool`): whether there is the load-balancing loss alone: it is left in the policy's then, and
             TRL's loss need not be called again.
+        chosen (`dict[str, Any]`): the settings by which a checkpoint knows them again.
     """
 
     def __init__(self, trainer: Any):
-        self._trainer = trainer
-        args = trainer.args
-        adaptive = trainer.use_adaptive_entropy
+        args, adaptive = trainer.args, trainer.use_adaptive_entropy
         coefficients = {
             "beta": 0.0 if args.kl_in_reward else trainer.beta,
             "use_adaptive_entropy": adaptive,
@@ -94,45 +87,38 @@ class Terms:
         self.needs_reference = bool(coefficients["beta"])
         self.are_balance = [name for name, value in coefficients.items() if value] == ["router_aux_loss_coef"]
         self._has_bonus = bool(adaptive or coefficients["entropy_coef"])
-        every = args.steps_per_generation * args.num_iterations  # microbatches for which a generation serves
-        stale = args.gradient_accumulation_steps % every != 0
-        self.needs_behaviour = self.needs_reference and args.use_bias_correction_kl and stale
+        self.needs_behaviour = self.needs_reference and args.use_bias_correction_kl and args.uses_stale_data
+        # Of the arguments, since an adaptive coefficient moves; but for the one that may be the model's
+        names = ("beta", "kl_in_reward", "use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy")
+        balance = coefficients["router_aux_loss_coef"]
+        self.chosen = {**{name: getattr(args, name) for name in names}, "router_aux_loss_coef": balance}
 
     def __bool__(self) -> bool:
         return bool(self.settings)
 
-    def chosen(self) -> dict[str, Any]:
-        """The settings of the terms by which a checkpoint knows them again."""
-        names = ("beta", "kl_in_reward", "use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy")
-        # Of the arguments, since an adaptive coefficient moves; but for the one that may be the model's
-        return {
-            **{name: getattr(self._trainer.args, name) for name in names},
-            "router_aux_loss_coef": self._trainer.router_aux_loss_coef if self._trainer.aux_loss_enabled else 0.0,
-        }
-
-    def of_policy(self, loss: Loss, batch: Batch, advantages: torch.Tensor) -> tuple[torch.Tensor, Figures]:
+    def of_policy(
+        self, loss: TRLLoss, batch: Batch, outputs: Outputs, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, Figures]:
         """
-        The rest of the loss of `batch`, and what TRL logs of it; to be called where `loss` is that of the policy.
+        The rest of the loss of `batch`, and what TRL logs of it.
 
         Args:
-            loss (`Callable`): TRL's, of a batch.
+            loss ([`TRLLoss`]): TRL's.
             batch ([`Batch`]): the batch.
+            outputs ([`Outputs`]): what it is computed of.
             advantages (`torch.Tensor`): `[B]`, where those of the batch are only their signs.
         """
-        with figures_apart(self._trainer) as figures:
-            value = loss(batch)
+        value, figures = loss.of_policy(batch, outputs, self.are_balance)
         if self._has_bonus:
-            with torch.no_grad(), figures_of_policy(self._trainer) as as_logged:
-                loss(batch.with_advantages(advantages))
-            figures["policy_loss"] = as_logged["policy_loss"]
+            figures["policy_loss"] = loss.policy_loss_figure(batch.with_advantages(advantages), outputs)
         return value, figures
 
-    def __call__(self, loss: Loss, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None) -> LossTerms:
+    def __call__(self, loss: TRLLoss, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None) -> LossTerms:
         """
         The terms of a microbatch.
 
         Args:
-            loss (`Callable`): TRL's, of a batch.
+            loss ([`TRLLoss`]): TRL's.
             batch ([`Batch`]): the batch.
             outputs ([`Outputs`]): what the forward pass has returned.
             behaviour (`torch.Tensor`, *optional*): `[B, C]`, log-probabilities under an older policy that drew the
@@ -143,8 +129,7 @@ class Terms:
         alone = batch.with_advantages(torch.zeros_like(batch.advantages))
         logps = outputs.logps.detach()
         alone.old_logps = None if behaviour is None else logps - log_ratios(logps, behaviour)
-        with terms_of_loss(self._trainer, outputs) as figures:
-            terms = loss(alone)
+        terms, figures = loss.of_terms(alone, outputs)
         derivatives = []
         if terms.requires_grad:
             taken_from = [output for output in outputs if output is not None]
@@ -169,10 +154,10 @@ class Terms:
             derivatives = [Derivative(outputs.aux_loss, slope)]
         return LossTerms(loss.new_zeros(()), derivatives)
 
-    def log(self, of_policy: Figures, terms: LossTerms) -> None:
-        """Log what TRL would have logged of the whole loss."""
+    def figures(self, of_policy: Figures, terms: LossTerms) -> Figures:
+        """What TRL would have logged of the whole loss."""
         figures = {**terms.figures, **of_policy}
         if self._has_bonus:  # TRL has the KL divergence in it
             both = zip(terms.figures["policy_loss"], of_policy["policy_loss"], strict=True)
             figures["policy_loss"] = [sum(parts) for parts in both]
-        add_all_to_log(self._trainer, "train" if self._trainer.model.training else "eval", figures)
+        return figures

@@ -7,16 +7,17 @@ normalised as in the whole batch.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from ..trl_seam.batch import Batch, coming_batches, joined_batches, rows_of_batch
+from ..trl_seam.batch import Batch, joined_batches, rows_of_batch
+from ..trl_seam.generation import Progress
 from ..trl_seam.loans import intercepted
-from .sampler import is_fresh, is_own
+from .sampler import is_own
 
 
 # Losses that are divided by a number of the whole generation; bnpo is divided by the microbatch's scored tokens, and
@@ -42,10 +43,10 @@ def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group: int) -> t
     return (largest.amax(1) <= smallest.amin(1)).repeat_interleave(group)
 
 
-def kept_units(advantages: torch.Tensor, group: int = 1) -> list[list[int]]:
+def remaining_units(advantages: torch.Tensor, group: int = 1) -> list[list[int]]:
     """
-    The sequences that are kept, as lists of rows that stay together: `group` rows that follow each other, all of them
-    if one has an advantage. What is not a number is kept, so that it is noticed.
+    The sequences that remain, as lists of rows that stay together: `group` rows that follow each other, all of them
+    if one has an advantage. What is not a number remains, so that it is noticed.
 
     Args:
         advantages (`torch.Tensor`): `[B]`, with `B` a multiple of `group`.
@@ -86,25 +87,35 @@ class Skipping(TrainerCallback):
     batch.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
+        progress ([`Progress`]): the run's, which has the microbatches.
+        accelerator (`Accelerator`): the ranks.
+        loss_type (`str`): by which it is known what the loss is divided by.
+        group (`int`): how many sequences that follow each other stay together.
+        looks_across_sequences (`bool`): whether token weights look at every sequence, unless all ratios are 1.
+        always_makes_a_pass (`bool`): whether a step needs one even if nobody has an advantage, as DeepSpeed's does.
 
     Attributes:
         is_empty (`bool`): whether the microbatch under way is.
-        is_training (`bool`): whether microbatches are asked for by training, and not by an evaluation. The model's own
-            mode does not tell: continuous batching leaves it in that of training.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        self._group: int = trainer.args.num_generations if trainer.args.group_microbatches else 1
-        self.is_training = False
+    def __init__(
+        self,
+        progress: Progress,
+        accelerator: Any,
+        loss_type: str,
+        group: int = 1,
+        looks_across_sequences: bool = False,
+        always_makes_a_pass: bool = False,
+    ):
+        self._progress, self._accelerator, self._loss_type, self._group = progress, accelerator, loss_type, group
+        self._looks_across, self._always = looks_across_sequences, always_makes_a_pass
         self.reset()
 
     def reset(self) -> None:
         """Forget the optimizer step."""
         self._gone = 0  # microbatches of the step up to now, empty ones included
         self._passes = 0  # microbatches of the step, as packed so far, that are not empty; the same on all ranks
-        self._sequences = self._kept = 0  # of the step so far, on all ranks
+        self._sequences = self._remaining = 0  # of the step so far, on all ranks
         self._needs_all = False  # whether the step's token weights look at every sequence
         self._waiting: list[dict[str, Any]] = []
         self.is_empty = False
@@ -118,71 +129,57 @@ class Skipping(TrainerCallback):
         """Whether no pass is made in this step, on any rank, as far as it has been packed."""
         return self._gone > 0 and self._passes == 0
 
-    @property
-    def has_packed(self) -> bool:
-        """Whether the step's microbatches are from here, and not from a `_prepare_inputs` of the user's."""
-        return self._gone > 0
+    def next_microbatch(self, microbatches: int, optimizer_steps: int) -> dict[str, Any]:
+        """
+        The next microbatch for the loss, where TRL has generated what it needs; `{}` if it is empty.
 
-    def next_microbatch(self) -> dict[str, Any]:
-        """The next microbatch for the loss, where TRL has generated what it needs; `{}` if it is empty."""
+        Args:
+            microbatches (`int`): how many the step has.
+            optimizer_steps (`int`): number of optimizer steps up to now.
+        """
         if not self._waiting:
-            left = self._trainer.current_gradient_accumulation_steps - self._gone
-            self._waiting = self._packed(coming_batches(self._trainer, left), left)
+            left = microbatches - self._gone
+            self._waiting = self._packed(self._progress.coming(left), left, optimizer_steps)
         self._gone += 1
         microbatch = self._waiting.pop(0)
         self.is_empty = not microbatch
         return microbatch
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Context for a training step."""
-        with intercepted(self._trainer.accelerator, "backward", self._backward):
-            self.is_training = True
-            try:
-                yield
-            finally:
-                self.is_training = False
+    def without_empty_passes(self) -> AbstractContextManager[None]:
+        """Context for a training step, in which an empty microbatch has no backward pass."""
 
-    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stands in for the backward pass of the loss, of which an empty microbatch has none."""
-        return None if self.is_empty else backward(*args, **kwargs)
+        def stand_in(backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return None if self.is_empty else backward(*args, **kwargs)
+
+        return intercepted(self._accelerator, "backward", stand_in)
 
     def close(self) -> dict[str, float]:
         """Close the optimizer step, and return what is logged of it."""
-        skipped = 1 - self._kept / self._sequences if self._sequences else 0.0
+        skipped = 1 - self._remaining / self._sequences if self._sequences else 0.0
         figures = {"isopo/skipped_fraction": skipped, **(dict.fromkeys(_COEFFICIENTS, 0.0) if self.is_idle else {})}
         self.reset()
         return figures
 
-    def _packed(self, microbatches: list[dict[str, Any]], left: int) -> list[dict[str, Any]]:
+    def _packed(self, microbatches: list[dict[str, Any]], left: int, optimizer_steps: int) -> list[dict[str, Any]]:
         """As many microbatches as are given, of which the first are empty; `left` are missing to the step's end."""
-        accelerator, step_control = self._trainer.accelerator, self._trainer.step_control
-        if step_control is not None:  # what a step does to sequences without an advantage counts, too
-            for microbatch in microbatches:
-                step_control.kl.note(Batch(microbatch))
         size = len(microbatches[0]["advantages"])
         whole = Batch(joined_batches(microbatches))
         total = len(whole.advantages)
-        if step_control is not None and step_control.behaviour is not None:
-            # Steps without a pass are steps since the generation, too
-            nothing = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-            step_control.behaviour.add(nothing, is_fresh(whole, self._trainer.optimizer_steps))
-        if self._trainer.weighting.looks_across_sequences and not is_own(whole, self._trainer.optimizer_steps):
+        if self._looks_across and not is_own(whole, optimizer_steps):
             self._needs_all = True  # where ratios are 1, none has anything to say
-        units = kept_units(torch.ones(total) if self._needs_all else whole.advantages, self._group)
-        kept = sum(map(len, units))
-        own = torch.tensor([[math.ceil(kept / size), kept, total]], device=accelerator.device)
-        needed, kept_everywhere, sequences = zip(*accelerator.gather(own).tolist(), strict=True)
+        units = remaining_units(torch.ones(total) if self._needs_all else whole.advantages, self._group)
+        remaining = sum(map(len, units))
+        own = torch.tensor([[math.ceil(remaining / size), remaining, total]], device=self._accelerator.device)
+        needed, remaining_everywhere, sequences = zip(*self._accelerator.gather(own).tolist(), strict=True)
         passes = max(needed)
-        self._kept += sum(kept_everywhere)
+        self._remaining += sum(remaining_everywhere)
         self._sequences += sum(sequences)
-        if passes == 0 and len(microbatches) == left and (self._passes or self._trainer.is_deepspeed_enabled):
-            # Gradients that wait for the last backward pass of the step; DeepSpeed's optimizer waits for one, too
-            passes = 1
+        if passes == 0 and len(microbatches) == left and (self._passes or self._always):
+            passes = 1  # gradients wait for the last backward pass of the step
         self._passes += passes
-        if kept == total and passes == len(microbatches):
+        if remaining == total and passes == len(microbatches):
             return list(microbatches)
-        divisors = torch.stack([divisor(Batch(batch), self._trainer.loss_type) for batch in microbatches])
+        divisors = torch.stack([divisor(Batch(batch), self._loss_type) for batch in microbatches])
         divisors = divisors.repeat_interleave(size)
         parts = [self._part(whole, rows, divisors) for rows in in_equal_parts(units, passes)] if passes else []
         return [{} for _ in range(len(microbatches) - passes)] + parts
@@ -198,7 +195,7 @@ class Skipping(TrainerCallback):
         """
         chosen = rows + self._filling(whole, rows)
         part = Batch(rows_of_batch(whole, chosen))
-        weights = divisor(part, self._trainer.loss_type) / divisors[chosen]
+        weights = divisor(part, self._loss_type) / divisors[chosen]
         weights[len(rows) :] = part.advantages[len(rows) :] = 0
         part.loss_weights = weights
         return part

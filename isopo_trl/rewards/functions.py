@@ -20,7 +20,7 @@ def verify_callable(reward_funcs: Any) -> None:
             )
 
 
-def checked(function: Any, name: str) -> Any:
+def verified(function: Any, name: str) -> Any:
     """The reward function, which raises where it does not return a list of numbers; a model is left as it is."""
     if isinstance(function, nn.Module):  # TRL calls it in its own way
         return function

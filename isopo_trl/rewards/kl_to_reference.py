@@ -1,15 +1,13 @@
 """The KL divergence to the reference model, subtracted from the reward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
-from ..trl_seam.log import add_to_log
-from ..trl_seam.rewards import add_reward
-from ..trl_seam.scoring import disable_gradient_checkpointing, is_reference, score_completions, scoring_passes
+from ..trl_seam.scoring import Scoring
 
 
 logger = get_logger(__name__)
@@ -17,23 +15,23 @@ logger = get_logger(__name__)
 
 class KLReward:
     """
-    Reward function of a trainer: an estimate of the KL divergence from the reference model, summed over each
-    completion. It is the trainer's last reward, with weight `-beta`.
+    Reward function: an estimate of the KL divergence from the reference model, summed over each completion. It is the
+    trainer's last reward, with weight `-beta`.
 
     The reference model's log-probabilities are those of the pass that TRL makes over a generation anyway. The policy's
     are the sampler's, where the policy itself drew the tokens, else they cost a pass.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
-        beta (`float`): weight of the divergence.
+        scoring ([`Scoring`]): the trainer's scoring passes.
+        accelerator (`Accelerator`): the ranks.
+        log (`Callable`): takes figures by their names.
     """
 
     name = "kl_to_reference"
 
-    def __init__(self, trainer: Any, beta: float):
-        self._trainer = trainer
+    def __init__(self, scoring: Scoring, accelerator: Any, log: Callable[[dict[str, float]], None]):
+        self._scoring, self._accelerator, self._log = scoring, accelerator, log
         self._forget()
-        add_reward(trainer, self.name, self, -beta)
 
     def _forget(self) -> None:
         # Of the generation under way: the reference model's pass and its arguments, and what `generated` was given
@@ -45,13 +43,13 @@ class KLReward:
     def listening(self) -> Iterator[None]:
         """Context of one generation, in which the reference model's pass is noted."""
         try:
-            with scoring_passes(self._trainer, self._scored):
+            with self._scoring.passes_noted(self._scored):
                 yield
         finally:
             self._forget()
 
     def _scored(self, logps: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
-        if is_reference(self._trainer, model):
+        if self._scoring.is_reference(model):
             self._reference = logps, args, kwargs
 
     def generated(self, tool_mask: list[list[int]] | None, policy_logps: list[list[float]] | None) -> None:
@@ -77,19 +75,12 @@ class KLReward:
         if self._sampler_logps is not None:
             logps = _padded(self._sampler_logps, mask, fill=0)
         else:
-            logps = self._score_policy(arguments, keywords)
+            logps = self._scoring.score_without_gradient(*arguments, **keywords)
         # A token that the sampler could not score says nothing about the divergence
         kl = torch.nan_to_num(logps - reference_logps, nan=0.0) * mask
-        trainer = self._trainer
-        totals = trainer.accelerator.reduce(torch.stack([kl.sum(), mask.sum()]), reduction="sum")
-        mode = "train" if trainer.model.training else "eval"
-        add_to_log(trainer, mode, {"kl": (totals[0] / totals[1].clamp(min=1.0)).item()})
+        totals = self._accelerator.reduce(torch.stack([kl.sum(), mask.sum()]), reduction="sum")
+        self._log({"kl": (totals[0] / totals[1].clamp(min=1.0)).item()})
         return kl.sum(dim=1).tolist()
-
-    def _score_policy(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> torch.Tensor:
-        model, checkpointing = self._trainer.model, self._trainer.args.gradient_checkpointing_kwargs
-        with torch.no_grad(), disable_gradient_checkpointing(model, checkpointing):
-            return score_completions(self._trainer, model, *arguments, **keywords)
 
     def leave_out_unscored(self, rewards: torch.Tensor) -> None:
         """Take the divergence, the last of the `rewards` `[B, functions]`, from completions with no other reward."""

@@ -20,7 +20,7 @@ from ..geometry.cost import Needs
 from ..geometry.guarded import alive_sequences, below_noise, mean_over
 from ..geometry.statistics import Statistics
 from .registry import register_rule
-from .rule import Coefficients, Expectations, KernelForm, Rule, check_regularization
+from .rule import Coefficients, Expectations, KernelForm, Rule, verify_regularization
 
 
 SMALLEST_REGULARIZATION = 1e-4
@@ -44,7 +44,7 @@ class Interacting(Rule):
 
     def __post_init__(self):
         super().__post_init__()
-        check_regularization(self.regularization)
+        verify_regularization(self.regularization)
         if self.regularization < SMALLEST_REGULARIZATION:
             raise ValueError(
                 f"regularization={self.regularization:g} leaves the kernel of rule='interacting' singular to "

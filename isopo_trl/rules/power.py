@@ -22,7 +22,7 @@ from ..geometry.cost import Needs
 from ..geometry.guarded import power
 from .non_interacting import MeanSquares, NonInteracting, Norms
 from .registry import register_rule
-from .rule import KernelForm, check_regularization
+from .rule import KernelForm, verify_regularization
 
 
 # Lambda bounds the multiplier: at 0.1, a sequence with next to no gradient gets at most 3.3 times the multiplier that
@@ -61,7 +61,7 @@ class PowerRule(NonInteracting):
             steepness = sum(map(abs, self.exponents))
             default = STEEP_REGULARIZATION if steepness > 2 else DEFAULT_REGULARIZATION if steepness else 0.0
             object.__setattr__(self, "regularization", default)
-        check_regularization(self.regularization)
+        verify_regularization(self.regularization)
         if 0 < self.regularization < SMALLEST_REGULARIZATION:
             raise ValueError(
                 f"regularization={self.regularization} is lost in rounding beside the norms: set it to 0, or to at "

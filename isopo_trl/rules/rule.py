@@ -13,7 +13,7 @@ import torch
 
 from ..geometry.cost import Needs
 from ..geometry.statistics import Statistics
-from ..settings.types import check_fields
+from ..settings.types import type_fields
 
 
 SCALES = ("relative", "paper")
@@ -21,7 +21,7 @@ SCALES = ("relative", "paper")
 LARGEST_REGULARIZATION = 1e6
 
 
-def check_regularization(value: float) -> None:
+def verify_regularization(value: float) -> None:
     """Raise if lambda is negative or not a number, or so large that nothing is left of the rule."""
     if not 0 <= value < float("inf"):
         raise ValueError(f"regularization={value} must be a finite number and not negative.")
@@ -98,7 +98,7 @@ class Rule(ABC):
     scale: str = "relative"
 
     def __post_init__(self):
-        check_fields(self)
+        type_fields(self)
         if self.scale not in SCALES:
             raise ValueError(f"scale={self.scale!r} is unknown: choose one of {', '.join(map(repr, SCALES))}.")
 

@@ -53,7 +53,7 @@ CHOICES = {
 }
 
 
-def check_bounds(settings: Mapping[str, Any]) -> None:
+def verify_ranges(settings: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for a setting of GRPO's that is out of range; `None` mostly means that it is not used."""
     for name, (holds, expected) in BOUNDS.items():
         value = settings.get(name)

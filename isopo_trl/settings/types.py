@@ -17,7 +17,7 @@ import numpy as np
 _EXPECTED = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "a text"}
 
 
-def checked(name: str, value: Any, annotation: Any) -> Any:
+def typed(name: str, value: Any, annotation: Any) -> Any:
     """
     The value of a setting as Python's own type (NumPy's scalars are taken as well); raises `ValueError`, naming the
     setting, where it is of another.
@@ -48,9 +48,9 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     )
 
 
-def check_fields(settings: Any, names: Iterable[str] | None = None) -> None:
+def type_fields(settings: Any, names: Iterable[str] | None = None) -> None:
     """
-    Replace the fields of a dataclass by what [`checked`] makes of them.
+    Replace the fields of a dataclass by what [`typed`] makes of them.
 
     Args:
         settings: an object of a dataclass, frozen or not.
@@ -60,7 +60,7 @@ def check_fields(settings: Any, names: Iterable[str] | None = None) -> None:
     for name in fields if names is None else names:
         value = getattr(settings, name)
         if value is not fields[name].default:  # a class may break its own word
-            object.__setattr__(settings, name, checked(name, value, fields[name].type))
+            object.__setattr__(settings, name, typed(name, value, fields[name].type))
 
 
 def shown(value: Any) -> str:

@@ -3,18 +3,19 @@
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from ..integrations import deepspeed_weights
-from ..trl_seam.log import add_to_log
+from ..integrations import deepspeed
+from ..trl_seam.batch import Batch
 from . import optimizers
 from .controller import OVERSHOOT, Measurement, StepSize, is_too_long, shortened
 from .drift import BehaviourBound
 from .measurement import StepKL
-from .taken_back import AdamWSteps, KeptWeights, kept_weights, local, trained
+from .taken_back import AdamWSteps, WeightCopy, local, trained, way_back_of
 
 
 logger = logging.getLogger(__name__)
@@ -30,18 +31,34 @@ class StepControl(TrainerCallback):
     of the step, shortens it where it went too far, and learns from it.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
+        kl ([`StepKL`]): measures.
+        size ([`StepSize`], *optional*): decides, where there is a target.
+        behaviour ([`BehaviourBound`], *optional*): ends generations.
+        accelerator (`Accelerator`): the ranks.
+        log (`Callable`): takes figures by their names.
+        offload (`bool`): whether to keep a copy of the weights in the memory of the host.
+        engine (`Callable`, *optional*): returns DeepSpeed's, where there is one.
+        others (`Callable`, *optional*): returns the trainer's callbacks.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        args = trainer.args
-        self.kl = StepKL(trainer, args.step_kl_share)
-        self.size = None if args.target_kl is None else StepSize(args.target_kl)
-        self.behaviour = None if args.drift_bound is None else BehaviourBound(trainer, args.drift_bound)
-        self._offload = args.target_kl_offload
-        self._kept: KeptWeights | AdamWSteps | None = None
-        self._checked = False  # the optimizer's state, after its first step
+    def __init__(
+        self,
+        kl: StepKL,
+        size: StepSize | None,
+        behaviour: BehaviourBound | None,
+        accelerator: Any,
+        *,
+        log: Callable[[dict[str, float]], None],
+        offload: bool = False,
+        engine: Callable[[], Any] | None = None,
+        others: Callable[[], list[TrainerCallback]] = list,
+    ):
+        self.kl, self.size, self.behaviour = kl, size, behaviour
+        self._accelerator, self._log_figures = accelerator, log
+        self._offload, self._engine, self._others = offload, engine, others
+        self._optimizer: Any = None  # as training has it, without accelerate's wrapper
+        self._way_back: WeightCopy | AdamWSteps | None = None
+        self._is_verified = False  # the optimizer's state, after its first step
         self._warned = False  # that steps of that length are lost in rounding
         self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
         self._factor = 1.0  # what they are multiplied by
@@ -54,14 +71,15 @@ class StepControl(TrainerCallback):
         self.kl.reset()
         if self.behaviour is not None:
             self.behaviour.forget()
-        self._kept = None
-        self._checked = False
+        self._way_back = None
+        self._is_verified = False
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        optimizer = self._optimizer()
-        optimizers.check(getattr(optimizer, "optimizer", optimizer), args.target_kl)  # inside of DeepSpeed's
-        if self.size is not None and self._trainer.is_deepspeed_enabled:
-            deepspeed_weights.check(optimizer)
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        # Inside of DeepSpeed's
+        optimizers.refuse(getattr(self._optimizer, "optimizer", self._optimizer), args.target_kl)
+        if self.size is not None and self._engine is not None:
+            deepspeed.refuse_optimizer(self._optimizer)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.kl.reset()
@@ -69,11 +87,29 @@ class StepControl(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.kl.begin()
 
+    def see(self, batch: Batch, step: int, microbatches: int, fresh: bool) -> None:
+        """
+        Take note of a microbatch as it was generated: what a step does to sequences without an advantage counts, too.
+
+        Args:
+            batch ([`Batch`]): the microbatch.
+            step (`int`): the number of the optimizer step.
+            microbatches (`int`): how many the step has.
+            fresh (`bool`): whether no step came between its generation and now.
+        """
+        self.kl.note(batch, step, microbatches)
+        if self.behaviour is not None:
+            self.behaviour.see(fresh)
+
+    def score_early(self, step: int) -> None:
+        """Between two microbatches: make the pass before the step where it costs no time, and nobody comes between."""
+        if self.kl.may_score_early and not acts_within_steps([each for each in self._others() if each is not self]):
+            self.kl.score_early(step)
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self._trainer.is_deepspeed_enabled:
-            return  # it has had its step
-        self.prepare()
-        self._begin()
+        if self._engine is None:  # else it has had its step
+            self.prepare(state.global_step)
+            self._begin()
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._restore_rates()
@@ -88,9 +124,9 @@ class StepControl(TrainerCallback):
         if self.behaviour is not None:
             self._log_figures(self.behaviour.close(made))
 
-    def prepare(self) -> None:
+    def prepare(self, step: int) -> None:
         """Right before the step, when its gradients are there."""
-        self.kl.score()
+        self.kl.score(step)
         if self.size is None:
             return
         self._warn_of_rounding(self.size.target)
@@ -113,17 +149,18 @@ class StepControl(TrainerCallback):
 
     def _control(self, size: StepSize) -> float:
         """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
-        assert self._kept is not None
-        if not self._checked:
-            optimizers.check_state(self._optimizer())
-            self._checked = True
+        way_back = self._way_back
+        assert way_back is not None
+        if not self._is_verified:
+            optimizers.refuse_by_state(self._optimizer)
+            self._is_verified = True
         asked = size.target * self._schedule
         target = max(asked, self.kl.rounding)  # nothing shorter can be told to be too long
         measurement, kept, tried = self.kl.measure(), 1.0, 1.0
         if is_too_long(measurement, target):
-            kept, tried, measurement = shortened(target, measurement, self._measured_at)
+            kept, tried, measurement = shortened(target, measurement, partial(self._measured_at, way_back))
         if not kept:
-            self._take_back(self._kept)
+            self._take_back(way_back)
             size.taken_back(tried)
         elif measurement.is_known and self._has_gradient():  # what momentum does alone, for a while, says nothing
             if target > asked and measurement.kl >= asked:  # nor does rounding
@@ -134,7 +171,7 @@ class StepControl(TrainerCallback):
                 size.measured(measurement, kept, self._schedule)
         figures = {"kept": kept, "learning_rate": kept * self._applied}
         self._log(measurement if kept else Measurement(0.0, 0.0), figures)
-        self._kept.settle()
+        way_back.settle()
         if size.lost >= PATIENCE:
             size.lost = 0  # another call of `train` has as much patience
             raise FloatingPointError(
@@ -156,38 +193,28 @@ class StepControl(TrainerCallback):
             "fp16, attn_implementation='sdpa' or float32 lets smaller ones be measured."
         )
 
-    def _take_back(self, kept: KeptWeights | AdamWSteps) -> None:
-        kept.move(0.0)
-        if self._on_any_rank(kept.lost):
+    def _take_back(self, way_back: WeightCopy | AdamWSteps) -> None:
+        way_back.move(0.0)
+        if self._on_any_rank(way_back.lost):
             raise FloatingPointError(
                 "The optimizer's step has left weights that are not finite, and they cannot be computed back: go back "
                 "to the last checkpoint, with a lower learning rate, or set target_kl_offload=True, which keeps a "
                 "copy of the weights."
             )
 
-    def _measured_at(self, share: float) -> Measurement:
-        assert self._kept is not None
-        self._kept.move(share)
+    def _measured_at(self, way_back: WeightCopy | AdamWSteps, share: float) -> Measurement:
+        way_back.move(share)
         return self.kl.measure()
 
     def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
         known = {"kl": measurement.kl, "kl_stderr": measurement.stderr} if measurement.is_known else {}
         self._log_figures({**known, **(figures or {})})
 
-    def _log_figures(self, figures: dict[str, float]) -> None:
-        add_to_log(self._trainer, "train", {f"step/{name}": value for name, value in figures.items()})
-
     # The optimizer
-
-    def _optimizer(self) -> Any:
-        """The optimizer itself, without accelerate's wrapper."""
-        optimizer = self._trainer.optimizer
-        return getattr(optimizer, "optimizer", optimizer)
 
     def _groups(self) -> list[dict[str, Any]]:
         """Those that hold parameters; DeepSpeed has dropped others, and ZeRO-3 says of none what it holds."""
-        deepspeed = self._trainer.is_deepspeed_enabled
-        return [group for group in self._optimizer().param_groups if group["params"] or deepspeed]
+        return [group for group in self._optimizer.param_groups if group["params"] or self._engine is not None]
 
     def _begin(self) -> None:
         """What is left to do before a step that has a target: its learning rates, and a way back."""
@@ -196,9 +223,12 @@ class StepControl(TrainerCallback):
         self._rates = [(group, group["lr"]) for group in self._groups()]
         for group, rate in self._rates:
             group["lr"] = rate * self._factor
-        if self._kept is None:
-            self._kept = self._weights()
-        self._kept.keep()
+        if self._way_back is None and self._engine is None:
+            self._way_back = way_back_of(self._optimizer, self._offload)
+        elif self._way_back is None:
+            weights, moved = deepspeed.moved_weights(self._optimizer)
+            self._way_back = WeightCopy(weights, self._offload, moved)
+        self._way_back.remember()
 
     def _restore_rates(self) -> None:
         """What the schedule goes on from, however the step has ended."""
@@ -206,21 +236,16 @@ class StepControl(TrainerCallback):
             group["lr"] = rate
         self._rates = []
 
-    def _weights(self) -> "KeptWeights | AdamWSteps":
-        if self._trainer.is_deepspeed_enabled:
-            return deepspeed_weights.kept_weights(self._optimizer(), self._offload)
-        return kept_weights(self._optimizer(), self._offload)
-
     def _has_gradient(self) -> bool:
         """Whether any gradient of the step is not zero, on any rank."""
-        if self._trainer.is_deepspeed_enabled:  # which has done away with it
-            return self._trainer.model_wrapped.get_global_grad_norm() != 0
-        gradients = [local(p.grad) for p in trained(self._optimizer()) if p.grad is not None]
+        if self._engine is not None:  # which has done away with it
+            return self._engine().get_global_grad_norm() != 0
+        gradients = [local(p.grad) for p in trained(self._optimizer) if p.grad is not None]
         return self._on_any_rank(any(bool((gradient != 0).any()) for gradient in gradients))
 
     def _on_any_rank(self, found: bool) -> bool:
-        accelerator = self._trainer.accelerator
-        return bool(accelerator.reduce(torch.tensor([found], device=accelerator.device).int(), reduction="sum").item())
+        number = torch.tensor([found], device=self._accelerator.device).int()
+        return bool(self._accelerator.reduce(number, reduction="sum").item())
 
     # State
 
@@ -229,11 +254,19 @@ class StepControl(TrainerCallback):
         return state if self.behaviour is None else {**state, "behaviour": self.behaviour.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What other settings have saved, or an earlier version has not, begins anew."""
+        """What other settings have not saved begins anew."""
         if self.size is not None and "size" in state:
             self.size.load_state_dict(state["size"])
         if self.behaviour is not None and "behaviour" in state:
             self.behaviour.load_state_dict(state["behaviour"])
+
+
+def acts_within_steps(callbacks: list[TrainerCallback]) -> bool:
+    """Whether a callback may change weights between the microbatches of a step and the step."""
+    events = ("on_substep_end", "on_pre_optimizer_step")
+    return any(
+        getattr(type(each), event) is not getattr(TrainerCallback, event) for each in callbacks for event in events
+    )
 
 
 def scheduled(group: dict[str, Any]) -> float:

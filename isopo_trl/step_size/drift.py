@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..trl_seam.generation import microbatches_done, set_microbatches_done
+from ..trl_seam.generation import Progress
 
 
 # Default bound, in units of `target_kl`: as far as four steps go in one direction
@@ -46,37 +46,36 @@ class BehaviourBound:
     Ends the use of a generation when its drift is too large.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
         bound (`float`): on the drift, in nats per token.
+        progress ([`Progress`]): the run's.
+        accelerator (`Accelerator`): the ranks.
     """
 
-    def __init__(self, trainer: Any, bound: float):
-        self._trainer = trainer
-        self.bound = bound
+    def __init__(self, bound: float, progress: Progress, accelerator: Any):
+        self.bound, self._progress, self._accelerator = bound, progress, accelerator
         self.floor = 0.0  # how far sampler and trainer are apart without a step
         self.path = 0.0  # sum of the roots of the steps' divergences since the generation
         self.forget()
 
     def forget(self) -> None:
         """Begin a new step."""
-        self._sums: torch.Tensor | None = None
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
         self._fresh: set[bool] = set()
 
-    def add(self, sums: torch.Tensor, fresh: bool) -> None:
-        """Add [`drift_sums`] of a microbatch; `fresh`: whether no step came between its generation and now."""
-        self._sums = sums if self._sums is None else self._sums + sums
+    def see(self, fresh: bool) -> None:
+        """Take note of a microbatch; `fresh`: whether no step came between its generation and now."""
         self._fresh.add(fresh)
+
+    def add(self, sums: torch.Tensor) -> None:
+        """Add [`drift_sums`] of a microbatch."""
+        self._sums = self._sums + sums
 
     def close(self, step: float) -> dict[str, float]:
         """
         After an optimizer step, of KL divergence `step`: end the use of the generation where it is exhausted, on all
         ranks or none. Returns the figures to be logged.
         """
-        trainer = self._trainer
-        sums = self._sums
-        if sums is None:
-            sums = torch.zeros(2, dtype=torch.float64, device=trainer.accelerator.device)
-        total, tokens = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        total, tokens = self._accelerator.reduce(self._sums, reduction="sum").tolist()
         if True in self._fresh:  # of a generation inside the step, which is the one that the next will use
             self.path = 0.0
         if self._fresh == {True} and tokens:  # else no pass was made, and what was known of the sampler stays
@@ -84,11 +83,9 @@ class BehaviourBound:
         drift = max(0.0, total / tokens - self.floor) if tokens else self.path**2
         self.path += math.sqrt(max(step, 0.0))
         self.forget()
-        every = trainer.args.steps_per_generation * trainer.args.num_iterations
-        done = microbatches_done(trainer)
-        stopped = done % every != 0 and is_exhausted(drift, step, self.bound)
+        stopped = self._progress.is_inside_generation and is_exhausted(drift, step, self.bound)
         if stopped:
-            set_microbatches_done(trainer, done, None)
+            self._progress.end_generation()
         return {"behaviour_kl": drift, "stopped_early": float(stopped)}
 
     def state_dict(self) -> dict[str, float]:

@@ -28,21 +28,13 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback
 
 from ..kernels import divergence
-from ..trl_seam.batch import Batch, scored_together
-from ..trl_seam.scoring import (
-    base_model,
-    batch_logps,
-    distribution_inputs,
-    distribution_size,
-    log_distributions,
-    most_positions,
-)
+from ..trl_seam.batch import Batch
+from ..trl_seam.scoring import Scoring, distribution_inputs, distribution_size, most_positions
 from .controller import Measurement
 from .cuda_graphs import Replayed
-from .precise_forward import in_float32, rounding
+from .precise_forward import PreciseForward
 
 
 logger = logging.getLogger(__name__)
@@ -121,7 +113,7 @@ def of_distributions(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     `d = log q - log p`, in which no term is negative. A token that cannot occur before the step adds `q`; one that can
     no longer occur makes the divergence infinite.
     """
-    if divergence.usable(before, after):
+    if divergence.takes_both(before, after):
         return divergence.divergences(before, after)
     number = max(1, COMPARED_AT_A_TIME // before.size(-1))  # of positions at a time
     parts = zip(before.split(number), after.split(number), strict=True)
@@ -169,13 +161,29 @@ class StepKL:
     The sequences by which one optimizer step after the other is measured.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
+        scoring ([`Scoring`]): the trainer's scoring passes.
+        precise ([`PreciseForward`]): makes them in float32.
+        accelerator (`Accelerator`): the ranks.
         share (`float`): of the step's sequences, in (0, 1].
+        seed (`int`): of the draws.
+        masks_truncated (`bool`): whether completions that were cut off are not scored.
+        may_replay (`bool`): whether passes may be replayed, which takes memory and weights that stay where they are.
     """
 
-    def __init__(self, trainer: Any, share: float):
-        self._trainer = trainer
-        self._share = share
+    def __init__(
+        self,
+        scoring: Scoring,
+        precise: PreciseForward,
+        accelerator: Any,
+        *,
+        share: float,
+        seed: int,
+        masks_truncated: bool = False,
+        may_replay: bool = True,
+    ):
+        self._scoring, self._precise, self._accelerator = scoring, precise, accelerator
+        self._share, self._seed = share, seed
+        self._masks_truncated, self._may_replay = masks_truncated, may_replay
         self._as_trained = False  # whether to score as the model is trained, because it cannot be run in float32
         self.reset()
 
@@ -203,27 +211,27 @@ class StepKL:
         """Begin to count a step's sequences; those of an accumulation that an epoch has broken off are in it, too."""
         self._seen, self._has_all = 0, False
 
-    def note(self, batch: Batch) -> None:
-        """Take those sequences out of a microbatch of the step that the step is measured by."""
-        size, trainer = len(batch.completion_mask), self._trainer
-        count = size * trainer.current_gradient_accumulation_steps
+    def note(self, batch: Batch, step: int, microbatches: int) -> None:
+        """Take the sequences by which `step`, of so many `microbatches`, is measured out of one of them."""
+        size = len(batch.completion_mask)
         # The same on all ranks, so that they make as many passes
-        places = drawn(count, self._share, trainer.state.global_step, trainer.args.seed)
+        places = drawn(size * microbatches, self._share, step, self._seed)
         rows = [place - self._seen for place in places if 0 <= place - self._seen < size]
         self._seen += size
         self._has_all = self._seen > places[-1]
         # A completion without a scored token (TRL masks those that were cut off, if asked to) would tell nothing
-        if not rows and (self._tells or not may_be_masked(trainer, batch)):
+        may_be_masked = self._masks_truncated or batch.get("tool_mask") is not None
+        if not rows and (self._tells or not may_be_masked):
             return
         full = batch.scored.any(dim=1).nonzero().flatten().tolist()
         if rows:
             among = full or list(range(size))
             taken = batch.rows(sorted({among[row * len(among) // size] for row in rows}))
-            batches = scored_together(trainer, [*self._batches, taken])
+            batches = self._scoring.together([*self._batches, taken])
             self._take(batches, tells=self._tells or bool(full))
         elif full and self._spare is None:
             counts = batch.get("num_images") or [0] * size
-            (self._spare,) = scored_together(trainer, [batch.rows([max(full, key=counts.__getitem__)])])
+            (self._spare,) = self._scoring.together([batch.rows([max(full, key=counts.__getitem__)])])
         if self._batches and not self._tells and self._spare is not None:
             # In the place of another: ranks make as many passes
             self._take([*self._batches[:-1], self._spare], tells=True)
@@ -233,38 +241,40 @@ class StepKL:
         self._before, self._inputs, self._early = [], None, None
         self._batches, self._tells = batches, tells
 
-    def score_early(self) -> None:
+    @property
+    def may_score_early(self) -> bool:
         """
-        Between two microbatches: before the step, if all of its sequences are known and the pass is one that takes the
-        host no time. It is busier than the GPU in many a training step, and catches up then.
+        Whether all sequences of the step are known and the pass before it is one that takes the host no time, which is
+        busier than the GPU in many a training step, and catches up then.
         """
-        trainer = self._trainer
-        alone = trainer.accelerator.num_processes == 1  # others may not replay, and ranks must not wait
+        alone = self._accelerator.num_processes == 1  # others may not replay, and ranks must not wait
         recorded = self._replayed is not None and self._replayed.has_recorded
-        if alone and recorded and self._has_all and not self._before and self._replays():
-            if not has_callbacks_within_steps(trainer, but=trainer.step_control):
-                self.score()
-                self._early = self._tensor_versions()
+        return alone and recorded and self._has_all and not self._before and self._replays()
 
-    def score(self) -> None:
+    def score_early(self, step: int) -> None:
+        """Before the step, between two of its microbatches."""
+        self.score(step)
+        self._early = self._tensor_versions()
+
+    def score(self, step: int) -> None:
         """Before the step, unless that was done early and the weights are still the same."""
-        trainer, device = self._trainer, self._trainer.accelerator.device
+        accelerator, device = self._accelerator, self._accelerator.device
         if self._early is not None and self._early == self._tensor_versions():
             return
         self._before, self._inputs, self._early = [], None, None
         sizes = [distribution_size(self._base_model, batch) for batch in self._batches]
         extremes: list[list[float]] = [[min(sizes, default=0), sum(sizes)]]
-        alone = trainer.accelerator.num_processes == 1  # then there is nothing to wait for
+        alone = accelerator.num_processes == 1  # then there is nothing to wait for
         if not alone:
             # On all ranks alike: sharded models are gathered in both cases, but not in the same way
             own = torch.tensor([[*extremes[0], self._rounding_here()]], dtype=torch.float64, device=device)
-            ranks = trainer.accelerator.gather(own).tolist()
+            ranks = accelerator.gather(own).tolist()
             extremes, self.rounding = [rank[:2] for rank in ranks], max(rank[2] for rank in ranks)
         least, most = min(least for least, _ in extremes), max(most for _, most in extremes)
         self._weights = [batch.scored for batch in self._batches]
         if least > 0:
-            share, step, seed = LARGEST_LOGITS / most, trainer.state.global_step, trainer.args.seed
-            chosen = [columns(scored.size(1), share, step, seed) for scored in self._weights]
+            share = LARGEST_LOGITS / most
+            chosen = [columns(scored.size(1), share, step, self._seed) for scored in self._weights]
             if self._replays():
                 mosts = [
                     LARGEST_LOGITS * scored.size(1) // size for scored, size in zip(self._weights, sizes, strict=True)
@@ -285,22 +295,23 @@ class StepKL:
 
     def measure(self) -> Measurement:
         """After the step, as often as needed. The same on all ranks."""
-        device = self._trainer.accelerator.device
         rows = [divergences(*part) for part in zip(self._before, self._scores(), self._weights, strict=True)]
-        totals = sums(torch.cat(rows)) if rows else torch.zeros(6, dtype=torch.float64, device=device)
-        return measurement(self._trainer.accelerator.reduce(totals, reduction="sum").tolist())
+        nothing = torch.zeros(6, dtype=torch.float64, device=self._accelerator.device)
+        totals = sums(torch.cat(rows)) if rows else nothing
+        return measurement(self._accelerator.reduce(totals, reduction="sum").tolist())
 
     def _rounding_here(self) -> float:
         """On this rank."""
         if self._own_rounding is None:
-            self._own_rounding = rounding(self._trainer, self._as_trained)
+            quantized = getattr(self._base_model, "is_quantized", False)
+            self._own_rounding = self._precise.rounding(self._scoring.model, quantized, self._as_trained)
         return self._own_rounding
 
     @property
     def _base_model(self) -> torch.nn.Module:
         """The model without wrappers and adapters."""
         if self._base is None:
-            self._base = base_model(self._trainer)
+            self._base = self._scoring.base_model()
         return self._base
 
     def _tensor_versions(self) -> list[int] | None:
@@ -308,13 +319,12 @@ class StepKL:
 
     def _replays(self) -> bool:
         """Whether passes are replayed, if they can be."""
-        trainer = self._trainer
-        if trainer.args.vllm_enable_sleep_mode:  # what is free while it sleeps is not
+        if not self._may_replay:
             return False
-        if self._replayed is None or self._replayed.model is not trainer.model:
-            self._replayed = Replayed(trainer.model)
+        if self._replayed is None or self._replayed.model is not self._scoring.model:
+            self._replayed = Replayed(self._scoring.model)
         alone = len(self._batches) == 1  # else the next pass would write over what this one returns
-        return alone and not self._as_trained and not trainer.is_deepspeed_enabled and self._replayed.is_usable
+        return alone and not self._as_trained and self._replayed.is_usable
 
     def _replayed_width(self, batch: Batch) -> int:
         """What a batch is padded to on the right; 0 if not at all."""
@@ -339,45 +349,29 @@ class StepKL:
         if self._inputs is not None:
             return [self._distributions(inputs) for inputs in self._inputs]
         with self._measuring():
-            return [batch_logps(self._trainer, batch) for batch in self._batches]
+            return [self._scoring.logps(batch) for batch in self._batches]
 
     def _distributions(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        trainer = self._trainer
-
         def distributions(*inputs: torch.Tensor) -> torch.Tensor:
             with self._measuring():
-                return log_distributions(trainer, *inputs)
+                return self._scoring.log_distributions(*inputs)
 
         if not self._replays():
             return distributions(*inputs)
         assert self._replayed is not None
-        return self._replayed(distributions, inputs, trainer.temperature, again=bool(self._before))
+        return self._replayed(distributions, inputs, self._scoring.temperature, again=bool(self._before))
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
         """Context of passes: without gradient and dropout, in float32 if that is possible."""
-        model = self._trainer.model
-        precision = nullcontext() if self._as_trained else in_float32(self._trainer)
+        model = self._scoring.model
+        precision = nullcontext() if self._as_trained else self._precise.passes(model)
         with torch.no_grad(), evaluating(model), precision:
             yield
         # Without a backward pass FSDP2 would keep what it has gathered, and go on with it after the step
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def may_be_masked(trainer: Any, batch: Batch) -> bool:
-    """Whether completions of several tokens may have none that is scored."""
-    return bool(trainer.mask_truncated_completions) or batch.get("tool_mask") is not None
-
-
-def has_callbacks_within_steps(trainer: Any, but: TrainerCallback) -> bool:
-    """Whether somebody but one's own callback may change weights between the microbatches of a step and the step."""
-    events = ("on_substep_end", "on_pre_optimizer_step")
-    others = [callback for callback in trainer.callback_handler.callbacks if callback is not but]
-    return any(
-        getattr(type(each), event) is not getattr(TrainerCallback, event) for each in others for event in events
-    )
 
 
 @contextmanager

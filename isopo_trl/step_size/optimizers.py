@@ -24,7 +24,25 @@ _CLASSES_IN_BACKWARD = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}
 _CLASSES_WITH_COPIES = {"CPUOffloadOptimizer"}
 
 
-def check(optimizer: Any, target_kl: float | None) -> None:
+def refuse_by_name(optim: str, given: str, has_target: bool) -> str | None:
+    """
+    Why the optimizer of a name of `optim` is refused, if it is.
+
+    Args:
+        optim (`str`): the name.
+        given (`str`): the settings that ask for steps to be measured, for the message.
+        has_target (`bool`): whether steps have a target.
+    """
+    reason = (REFUSED if has_target else UNMEASURED).get(optim)
+    if reason is None:
+        return None
+    return (
+        f"{given} does not work with optim={optim!r}: {reason}. Take another optimizer, such as 'adamw_torch_fused', "
+        "or leave that out."
+    )
+
+
+def refuse(optimizer: Any, target_kl: float | None) -> None:
     """
     Raise for an optimizer whose steps cannot be measured or, where they have a target, not be made longer or shorter.
 
@@ -57,7 +75,7 @@ def check(optimizer: Any, target_kl: float | None) -> None:
         )
 
 
-def check_state(optimizer: Any) -> None:
+def refuse_by_state(optimizer: Any) -> None:
     """Raise for an optimizer that, as its state shows after a step, moves weights of its own and copies them."""
     state = getattr(optimizer, "state", {})
     keys = {str(key) for of in state.values() if isinstance(of, dict) for key in of}

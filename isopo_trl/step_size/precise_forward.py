@@ -8,16 +8,17 @@ times as long. That goes on until steps have spread the weights. Rounded activat
 which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in bf16
 (`benchmarks/questions/step_precision.py`).
 
-So under [`in_float32`] activations are in float32, and narrower weights are widened where they are used. On GPUs,
-where float32 is slow, layers multiply in float16, which has as many bits as TF32, 11, and so the same noise (bf16 has
-8), and sums are in float32. Of a weight in float32 there are two products: with its first 11 bits, and with the rest.
+So in passes of [`PreciseForward`] activations are in float32, and narrower weights are widened where they are used. On
+GPUs, where float32 is slow, layers multiply in float16, which has as many bits as TF32, 11, and so the same noise
+(bf16 has 8), and sums are in float32. Of a weight in float32 there are two products: with its first 11 bits, and with
+the rest.
 PyTorch's fused attention, which has no weights, is in float16 as well. Numbers that are too large for it are cut to
 the largest that is taken, before the step as after it. All other products are in float32 proper.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels import halves
 from ..trl_seam.loans import borrowed
-from ..trl_seam.scoring import base_model
 
 
 # Elements of a weight that are widened, or taken apart, at a time, in a multiple of so many rows
@@ -49,53 +49,59 @@ ROUNDING_OF_HALVES = 4e-6
 ROUNDING_AS_TRAINED = 1e-3
 # As it is now: who puts a wrapper around it later calls this one in the end
 _LINEAR = functional.linear
-# What PyTorch calls the precision of products, and its values without TF32 and with it; another name before 2.9
-_SETTING, _VALUES = (
-    ("fp32_precision", ("ieee", "tf32"))
-    if hasattr(torch.backends.cuda.matmul, "fp32_precision")
-    else ("allow_tf32", (False, True))
-)
 
 
-@contextmanager
-def in_float32(trainer: Any) -> Iterator[None]:
-    """Context in which the trainer's model is run in float32, unless it [cannot be][is_run_as_trained]."""
-    model, accelerator = trainer.model, trainer.accelerator
-    with ExitStack() as loans:
-        if not is_run_as_trained(trainer):
-            if accelerator.native_amp:
-                loans.enter_context(borrowed(accelerator, native_amp=False))
-                loans.enter_context(borrowed(model, forward=model._original_forward))
-            loans.enter_context(borrowed(trainer.isopo._current, in_float32=True))
-            loans.enter_context(products(tf32=False))
-            loans.enter_context(Precision(getattr(torch.backends.cudnn, "conv", torch.backends.cudnn), tf32=False))
-            loans.enter_context(Float32())
-        yield
+_CONVOLUTIONS: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009  # which type checkers do not know
 
 
-def is_run_as_trained(trainer: Any) -> bool:
-    """Whether its attention, or FSDP2, which casts the weights that it gathers, runs the model in what it has."""
-    fused = "flash" in str(getattr(trainer.model.config, "_attn_implementation", None))
-    return fused or trainer.accelerator.is_fsdp2
-
-
-def rounding(trainer: Any, as_trained: bool = False) -> float:
+class PreciseForward:
     """
-    KL divergence, in nats per token, that rounding alone makes of two passes between which weights have moved by next
-    to nothing. Less than that says nothing about a step.
+    The passes of a model in float32.
 
     Args:
-        trainer ([`ISOPOTrainer`]): the trainer.
-        as_trained (`bool`): whether passes are made as the model is trained, for whatever reason.
+        accelerator (`Accelerator`): who prepared the model.
+        layers (`Callable`): returns a context in which ISOPO's layers know of it.
     """
-    model, accelerator = trainer.model, trainer.accelerator
-    as_trained |= is_run_as_trained(trainer)
-    quantised = getattr(base_model(trainer), "is_quantized", False)
-    narrow = accelerator.mixed_precision in ("bf16", "fp16") or any(p.dtype in _NARROW for p in model.parameters())
-    if narrow and (as_trained or quantised):
-        return ROUNDING_AS_TRAINED
-    on_gpu = accelerator.device.type == "cuda" and not as_trained
-    return ROUNDING_OF_HALVES if on_gpu and multiplies_halves(accelerator.device) else 0.0
+
+    def __init__(self, accelerator: Any, layers: Callable[[], AbstractContextManager[None]]):
+        self._accelerator, self._layers = accelerator, layers
+
+    @contextmanager
+    def passes(self, model: Any) -> Iterator[None]:
+        """Context in which the model is run in float32, unless it cannot be."""
+        with ExitStack() as loans:
+            if not self._is_run_as_trained(model):
+                if self._accelerator.native_amp:
+                    loans.enter_context(borrowed(self._accelerator, native_amp=False))
+                    loans.enter_context(borrowed(model, forward=model._original_forward))
+                loans.enter_context(self._layers())
+                loans.enter_context(products(tf32=False))
+                loans.enter_context(Precision(_CONVOLUTIONS, tf32=False))
+                loans.enter_context(Float32())
+            yield
+
+    def _is_run_as_trained(self, model: Any) -> bool:
+        """Whether its attention, or FSDP2, which casts the weights that it gathers, runs the model in what it has."""
+        fused = "flash" in str(getattr(model.config, "_attn_implementation", None))
+        return fused or self._accelerator.is_fsdp2
+
+    def rounding(self, model: Any, is_quantized: bool = False, as_trained: bool = False) -> float:
+        """
+        KL divergence, in nats per token, that rounding alone makes of two passes between which weights have moved by
+        next to nothing. Less than that says nothing about a step.
+
+        Args:
+            model (`nn.Module`): the model.
+            is_quantized (`bool`): whether its weights are.
+            as_trained (`bool`): whether passes are made as the model is trained, for whatever reason.
+        """
+        as_trained |= self._is_run_as_trained(model)
+        narrow = any(p.dtype in _NARROW for p in model.parameters())
+        narrow = narrow or self._accelerator.mixed_precision in ("bf16", "fp16")
+        if narrow and (as_trained or is_quantized):
+            return ROUNDING_AS_TRAINED
+        on_gpu = self._accelerator.device.type == "cuda" and not as_trained
+        return ROUNDING_OF_HALVES if on_gpu and torch.version.hip is None else 0.0
 
 
 class Float32(TorchFunctionMode):
@@ -156,11 +162,12 @@ def is_made_of_halves(input: torch.Tensor, weight: torch.Tensor) -> bool:
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return False
     known = (torch.float32, *_NARROW)
-    return input.dtype in known and weight.dtype in known and multiplies_halves(input.device)
+    return input.dtype in known and weight.dtype in known
 
 
 def is_on_gpu(x: torch.Tensor) -> bool:
-    return x.device.type == "cuda"
+    """Whether PyTorch makes products of float16 in float32 there: on NVIDIA's GPUs."""
+    return x.device.type == "cuda" and torch.version.hip is None
 
 
 def is_plain(weight: torch.Tensor) -> bool:
@@ -197,40 +204,13 @@ def multiply(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, add: fl
     """`out`, in float32, becomes the product of matrices of float16, or has so many times that product added to it."""
     if add == 0:
         torch.mm(left, right, out_dtype=torch.float32, out=out)
-    elif adds_halves(out.device):
-        torch.addmm(out, left, right, alpha=add, out_dtype=torch.float32, out=out)
     else:
-        out.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=add)
-
-
-@lru_cache
-def multiplies_halves(device: torch.device) -> bool:
-    """Whether PyTorch makes products of float16 in float32 there: on GPUs from 2.8 on, found by trying."""
-    return _is_right(device, 2**-8, lambda out, half: torch.mm(half, half, out_dtype=torch.float32, out=out))
-
-
-@lru_cache
-def adds_halves(device: torch.device) -> bool:
-    """Whether it adds them to a matrix of float32, too: on GPUs from 2.10 on."""
-
-    def add(out: torch.Tensor, half: torch.Tensor) -> None:
-        torch.addmm(out, half, half, alpha=2**-4, out_dtype=torch.float32, out=out)
-
-    return _is_right(device, 1 + 2**-12, add)
-
-
-def _is_right(device: torch.device, expected: float, product: Callable[[torch.Tensor, torch.Tensor], Any]) -> bool:
-    out = torch.ones(16, 32, device=device)[:, :16]
-    try:
-        product(out, torch.full((16, 16), 2.0**-6, dtype=torch.float16, device=device))
-    except (RuntimeError, TypeError):
-        return False
-    return bool((out == expected).all())
+        torch.addmm(out, left, right, alpha=add, out_dtype=torch.float32, out=out)
 
 
 def halved(values: torch.Tensor, factor: float, most: float) -> torch.Tensor:
     """`factor * values` in float16; what is larger than `most` is cut to it, and what is not finite stays as it is."""
-    if halves.usable(values):
+    if halves.takes_all(values):
         return halves.halved(values, factor, most)
     return _cut(values.float() * factor, most).half()
 
@@ -244,7 +224,7 @@ def in_halves(weight: torch.Tensor) -> torch.Tensor:
     `[2, rows, columns]`: what float16 has of a weight in float32 that is multiplied by `FACTOR`, and `REST` times what
     is left of it.
     """
-    if halves.usable(weight):
+    if halves.takes_all(weight):
         return halves.in_halves(weight, FACTOR, MOST, REST)
     both = torch.empty(2, *weight.shape, dtype=torch.float16, device=weight.device)
     weight = _cut(weight * FACTOR, MOST)
@@ -317,11 +297,10 @@ class Precision:
     """Context for some of PyTorch's settings of precision; entered for every layer, so without a generator."""
 
     def __init__(self, settings: Any, tf32: bool):
-        self.settings, self.value = settings, _VALUES[tf32]
+        self.settings, self.value = settings, "tf32" if tf32 else "ieee"
 
     def __enter__(self) -> None:
-        self.own = getattr(self.settings, _SETTING)
-        setattr(self.settings, _SETTING, self.value)
+        self.own, self.settings.fp32_precision = self.settings.fp32_precision, self.value
 
     def __exit__(self, *error: object) -> None:
-        setattr(self.settings, _SETTING, self.own)
+        self.settings.fp32_precision = self.own

@@ -7,7 +7,7 @@ with it any share of the step. For weights in bf16 rounding is of the size of th
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ SMALL = 2**28
 _BLOCK = 2**22
 
 
-def kept_weights(optimizer: Any, offload: bool = False) -> "KeptWeights | AdamWSteps":
+def way_back_of(optimizer: Any, offload: bool = False) -> "WeightCopy | AdamWSteps":
     """
     What takes the steps of an optimizer back.
 
@@ -32,7 +32,7 @@ def kept_weights(optimizer: Any, offload: bool = False) -> "KeptWeights | AdamWS
     size = sum(local(p).numel() * p.element_size() for p in parameters)
     if size > SMALL and not offload and can_be_undone(optimizer):
         return AdamWSteps(optimizer)
-    return KeptWeights(parameters, offload)
+    return WeightCopy(parameters, offload)
 
 
 def trained(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -49,7 +49,7 @@ def can_be_undone(optimizer: Any) -> bool:
     return wide and not any(group[name] for group in optimizer.param_groups for name in others)
 
 
-class KeptWeights:
+class WeightCopy:
     """
     A copy of the trained weights, of this rank's shards where they are sharded. Where a step of weights narrower than
     float32 is moved along, there is another of them after it: a share of what was rounded would be rounded again, and
@@ -58,12 +58,13 @@ class KeptWeights:
     Args:
         parameters (`list[torch.Tensor]`): what the optimizer moves.
         offload (`bool`): whether to keep the copy in the memory of the host.
+        moved (`Callable`, *optional*): is called when they have been moved.
     """
 
     lost = False
 
-    def __init__(self, parameters: list[torch.Tensor], offload: bool = False):
-        self._parameters = parameters
+    def __init__(self, parameters: list[torch.Tensor], offload: bool = False, moved: Callable[[], None] | None = None):
+        self._parameters, self._moved = parameters, moved
         self._weights = [local(p) for p in parameters]
         self._share = 1.0  # of the step that the weights have
         self._after: dict[int, torch.Tensor] = {}
@@ -74,7 +75,7 @@ class KeptWeights:
         ]
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def remember(self) -> None:
         """Copy the weights, before the step."""
         self._weights = [local(p) for p in self._parameters]  # somebody may have given them other storage
         torch._foreach_copy_(self._copies, self._weights)
@@ -99,6 +100,8 @@ class KeptWeights:
                 before, after = (other.to(weight.device, torch.float32) for other in others)
                 part.copy_(after.sub_(before).mul_(share).add_(before))
         self._share = share
+        if self._moved is not None:
+            self._moved()
 
     def settle(self) -> None:
         """The step stays as it is."""
@@ -129,14 +132,14 @@ class AdamWSteps:
         self._share = 1.0
         self._rates: list[float] = []
 
-    def keep(self) -> None:
+    def remember(self) -> None:
         """Note the learning rates of the step, before it."""
         self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._share = 1.0
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """As [`KeptWeights.move`]; weights that the step has made infinite are [`lost`]."""
+        """As [`WeightCopy.move`]; weights that the step has made infinite are [`lost`]."""
         moved = [
             (group, rate, p)
             for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)
@@ -161,7 +164,7 @@ class AdamWSteps:
         self.lost = not share and not all(bool(local(p).isfinite().all()) for _, _, p in moved)
 
     def settle(self) -> None:
-        """As [`KeptWeights.settle`]: nothing is kept for it."""
+        """As [`WeightCopy.settle`]: nothing is kept for it."""
 
 
 def blocks(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

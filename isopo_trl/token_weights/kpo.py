@@ -6,17 +6,13 @@ completion, in place of `log r_t` in the clipped objective `min(r A, clip(r) A)`
 import functools
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ..geometry.statistics import scalar_dtype
-from ..loss.sampler import samples_at_temperature
+from ..trl_seam.generation import samples_at_temperature
 from .weighting import Tokens, Weighted, Weighting, register
-
-
-if TYPE_CHECKING:
-    from ..config import ISOPOConfig
 
 
 _SCHEDULE = ("kpo_initial_variance", "kpo_process_noise")
@@ -33,7 +29,7 @@ class KPO(Weighting):
     defaults = {"epsilon": 0.0003, "epsilon_high": 0.0004}
 
     @classmethod
-    def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         schedule = args.given(*_SCHEDULE)
         gain, variance, noise = args.kpo_gain, args.kpo_initial_variance, args.kpo_process_noise
         yield (

@@ -1,15 +1,11 @@
 """No weighting: every token counts the same."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from .weighting import Tokens, Weighted, Weighting, register
-
-
-if TYPE_CHECKING:
-    from ..config import ISOPOConfig
 
 
 @register("none")
@@ -20,7 +16,7 @@ class NoWeighting(Weighting):
     looks_across_sequences = False
 
     @classmethod
-    def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         yield from ()
 
     def __call__(

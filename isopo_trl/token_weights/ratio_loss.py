@@ -8,18 +8,14 @@ asks for: `V_s` is the gradient of the loss with the sign alone.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from trl import GRPOConfig
 
-from ..loss.sampler import samples_at_temperature
+from ..trl_seam.generation import samples_at_temperature
 from .sampler import SamplerCorrection
 from .weighting import Tokens, Weighted, Weighting, named
-
-
-if TYPE_CHECKING:
-    from ..config import ISOPOConfig
 
 
 # Clipped where a range is given; without one the ratio is 1, and they are normalisations of the log-probability
@@ -34,24 +30,24 @@ LOSS_TYPES = (*CLIPPED, *BY_RATIO)
 RANGE = ("epsilon", "epsilon_high", "delta")
 
 
-def clipping(args: "ISOPOConfig") -> list[str]:
+def clipping(args: Any) -> list[str]:
     """What was given of a clipping range, as `name=value`, but for what the token weights take for themselves."""
     taken = named(args.token_weights or "none").defaults
     return args.given(*(name for name in RANGE if name not in taken))
 
 
-def takes_ratio(args: "ISOPOConfig") -> bool:
+def takes_ratio(args: Any) -> bool:
     """Whether the loss is one of the ratio to the behaviour policy."""
     return args.loss_type in BY_RATIO or bool(clipping(args))
 
 
-def clipping_range(args: "ISOPOConfig") -> tuple[float, float]:
+def clipping_range(args: Any) -> tuple[float, float]:
     """`epsilon` and `epsilon_high` as TRL's loss reads them, with GRPO's defaults for what was not given."""
     low: float = GRPOConfig.epsilon if args.epsilon is None else args.epsilon
     return low, low if args.epsilon_high is None else args.epsilon_high
 
 
-def of_loss(args: "ISOPOConfig") -> dict[str, Any]:
+def of_loss(args: Any) -> dict[str, Any]:
     """The settings of the loss by which a checkpoint knows it again, whether it takes the ratio or not."""
     always = (*RANGE, "importance_sampling_level", "loss_type", "off_policy_mask_threshold")
     names = (*always, *BY_RATIO.get(args.loss_type, ()))
@@ -66,7 +62,7 @@ def signs(advantages: torch.Tensor, loss_type: str) -> torch.Tensor:
     return torch.where(negative, -1.0, 1.0).to(advantages.dtype)
 
 
-def refusals(args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+def refusals(args: Any) -> Iterator[tuple[bool, str]]:
     """Pairs of whether a setting of the loss cannot be honoured, and the message that says so."""
     weights, given = named(args.token_weights), clipping(args)
     yield (
@@ -116,7 +112,7 @@ class RatioLoss(Weighting):
     looks_across_sequences = False
 
     @classmethod
-    def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         yield from ()
 
     def warnings(self) -> list[str]:
@@ -149,7 +145,7 @@ class RatioLoss(Weighting):
         return Weighted(old_logps=old)
 
 
-def weighting_for(args: "ISOPOConfig") -> type[Weighting]:
+def weighting_for(args: Any) -> type[Weighting]:
     """The weighting of the settings: that of their name, or, without one, the old policy of a loss of the ratio."""
     weighting = named(args.token_weights)
     compares = takes_ratio(args) or args.off_policy_mask_threshold is not None

@@ -2,15 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from .weighting import Tokens, Weighted, Weighting, register
-
-
-if TYPE_CHECKING:
-    from ..config import ISOPOConfig
 
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -30,7 +26,7 @@ class SamplerCorrection(Weighting):
     )
 
     @classmethod
-    def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         yield (
             not args.vllm_importance_sampling_correction,
             "token_weights='sampler' is the correction that vllm_importance_sampling_correction=False turns off: "
@@ -39,7 +35,7 @@ class SamplerCorrection(Weighting):
         yield from _invalid(args)
 
     @classmethod
-    def refusals_beside(cls, args: "ISOPOConfig", chosen: type[Weighting]) -> Iterator[tuple[bool, str]]:
+    def refusals_beside(cls, args: Any, chosen: type[Weighting]) -> Iterator[tuple[bool, str]]:
         given = args.given(*cls.settings)
         # Without token weights they are settings of TRL's that wait for a correction
         yield (
@@ -81,7 +77,7 @@ class SamplerCorrection(Weighting):
         return {f"sampling/{name}": over_ranks[name.rpartition("/")[2]][place] for place, name in enumerate(figures)}
 
 
-def _invalid(args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+def _invalid(args: Any) -> Iterator[tuple[bool, str]]:
     """What is wrong with the settings whether they are in use or not."""
     yield (
         args.vllm_importance_sampling_mode not in MODES,

@@ -3,15 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from .ratios import batch_figures, log_ratios, ratio_sums
-
-
-if TYPE_CHECKING:
-    from ..config import ISOPOConfig
 
 
 @dataclass(frozen=True)
@@ -146,7 +142,7 @@ class Weighting(ABC):
     goes_back_twice: ClassVar[bool] = False
     looks_across_sequences: ClassVar[bool] = True
 
-    def __init__(self, args: "ISOPOConfig", ranks: Ranks | None = None):
+    def __init__(self, args: Any, ranks: Ranks | None = None):
         self.args = args
         self.ranks: Ranks = OneRank() if ranks is None else ranks
         # Over the step's tokens so far, on all ranks; None before the first
@@ -155,7 +151,7 @@ class Weighting(ABC):
     # Settings
 
     @classmethod
-    def refusals(cls, args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         """Pairs of whether a setting cannot be honoured with this weighting, and the message that says so."""
         yield (
             args.importance_sampling_level != "token",
@@ -164,7 +160,7 @@ class Weighting(ABC):
         )
 
     @classmethod
-    def refusals_beside(cls, args: "ISOPOConfig", chosen: "type[Weighting]") -> Iterator[tuple[bool, str]]:
+    def refusals_beside(cls, args: Any, chosen: "type[Weighting]") -> Iterator[tuple[bool, str]]:
         """The same for settings of this weighting while another one is `chosen`."""
         given = args.given(*cls.settings)
         yield (
@@ -289,7 +285,7 @@ def named(name: str | None) -> type[Weighting]:
     return WEIGHTINGS[name]
 
 
-def refusals(args: "ISOPOConfig") -> Iterator[tuple[bool, str]]:
+def refusals(args: Any) -> Iterator[tuple[bool, str]]:
     """All that the chosen weighting, and those that were not chosen, find wrong with the settings."""
     chosen = named(args.token_weights)
     for other in WEIGHTINGS.values():

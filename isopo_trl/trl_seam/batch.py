@@ -77,10 +77,6 @@ class Batch(dict):
         """`[B, C]`, what tokens were drawn with, as far as the sampler has told; TRL's off-policy mask looks at it."""
         return self.get("sampling_per_token_logps")
 
-    @sampler_logps.setter
-    def sampler_logps(self, logps: torch.Tensor) -> None:
-        self["sampling_per_token_logps"] = logps
-
     @property
     def old_logps(self) -> torch.Tensor | None:
         """`[B, C]`, what the policy would have drawn them with when they were generated, where TRL computed that."""
@@ -122,18 +118,34 @@ class Batch(dict):
             return Batch({name: value for name, value in taken.items() if name not in IMAGES})
         return Batch(_images_together(taken))
 
-    def set_weights(self, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> None:
+    @property
+    def has_weights(self) -> bool:
+        """Whether tokens' parts of the loss are multiplied by weights."""
+        return "importance_sampling_ratio" in self
+
+    def weighed(
+        self,
+        weights: torch.Tensor | None = None,
+        *,
+        old_logps: torch.Tensor | None = None,
+        sampler_logps: torch.Tensor | None = None,
+    ) -> "Batch":
         """
-        Say how TRL's loss weighs tokens. Without `ratios`, its own ratio to an old policy is 1.
+        A copy that says how TRL's loss weighs tokens.
 
         Args:
             weights (`torch.Tensor`, *optional*): `[B, C]` or `[B, 1]`, multiply a token's part of the loss.
-            ratios (`torch.Tensor`, *optional*): `[B, C]`, logarithms of what TRL is to take for the ratio, and clip.
+            old_logps (`torch.Tensor`, *optional*): `[B, C]`, of the old policy to which TRL takes the ratio; without
+                them the ratio is 1.
+            sampler_logps (`torch.Tensor`, *optional*): `[B, C]`, what the off-policy mask compares with.
         """
-        # TRL subtracts the old log-probabilities from the ratios
-        self.old_logps = None if ratios is None else ratios.new_zeros(ratios.shape)
+        batch = Batch(self)
+        batch.old_logps = old_logps
         if weights is not None:
-            self["importance_sampling_ratio"] = weights
+            batch["importance_sampling_ratio"] = weights
+        if sampler_logps is not None:
+            batch["sampling_per_token_logps"] = sampler_logps
+        return batch
 
 
 def _images_by_sequence(batch: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +162,7 @@ def has_images(batch: Batch) -> bool:
     return any(batch.get(name) is not None for name in IMAGES)
 
 
-def scored_together(trainer: Any, batches: list[Batch]) -> list[Batch]:
+def together(batches: list[Batch], padding: int) -> list[Batch]:
     """The sequences of all batches in one, with no more padding than needed; batches with images as they are."""
     if not batches or any(map(has_images, batches)):
         return batches
@@ -164,7 +176,7 @@ def scored_together(trainer: Any, batches: list[Batch]) -> list[Batch]:
     text = {
         name: pad(
             values,
-            padding_value=pad_token_id(trainer) if name.endswith("ids") else 0,
+            padding_value=padding if name.endswith("ids") else 0,
             padding_side="left" if name.startswith("prompt") else "right",
         )
         for name, values in rows.items()
@@ -222,12 +234,6 @@ def _in_order(value: Any, order: list[int]) -> Any:
     if value is None or (isinstance(value, torch.Tensor) and value.ndim == 0):
         return value
     return value[torch.tensor(order)] if isinstance(value, torch.Tensor) else [value[number] for number in order]
-
-
-def coming_batches(trainer: Any, count: int) -> list[dict[str, Any]]:
-    """The next `count` microbatches on this rank, or as many as there are up to the end of the generation."""
-    place = trainer._step % trainer.args.steps_per_generation
-    return trainer._buffered_inputs[place : place + count]
 
 
 def joined_batches(batches: list[dict[str, Any]]) -> dict[str, Any]:

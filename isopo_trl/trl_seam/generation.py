@@ -59,8 +59,7 @@ def without_old_policy(
     with ExitStack() as loans:
         # TRL computes them where one of these two settings says that it needs them
         aligned = loans.enter_context(ExitStack())
-        every = args.steps_per_generation * trainer.num_iterations  # microbatches for which a generation serves
-        aligned.enter_context(borrowed(args, gradient_accumulation_steps=every))
+        aligned.enter_context(borrowed(args, gradient_accumulation_steps=Progress(trainer).per_generation))
         loans.enter_context(borrowed(trainer, vllm_importance_sampling_correction=False))
 
         def stand_in(generate: Callable[..., Any], prompts: list[Any]) -> Any:
@@ -79,19 +78,57 @@ def without_old_policy(
         yield
 
 
-def microbatches_done(trainer: Any) -> int:
-    """Number of microbatches that the trainer has gone through: decides when to generate."""
-    return trainer._step
+class Progress:
+    """
+    How far a trainer has got with its generations.
+
+    Args:
+        trainer (`GRPOTrainer`): the trainer.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches that the trainer has gone through: decides when to generate."""
+        return self._trainer._step
+
+    @property
+    def batches(self) -> list[dict[str, Any]] | None:
+        """The microbatches of the last generation on this rank, if there was one."""
+        return self._trainer._buffered_inputs
+
+    @property
+    def per_generation(self) -> int:
+        """Number of microbatches for which a generation serves."""
+        return self._trainer.args.steps_per_generation * self._trainer.num_iterations
+
+    @property
+    def is_inside_generation(self) -> bool:
+        """Whether the completions that were generated last are to be used again."""
+        return self.microbatches % self.per_generation != 0
+
+    def coming(self, count: int) -> list[dict[str, Any]]:
+        """The next `count` microbatches on this rank, or as many as there are up to the end of the generation."""
+        place = self.microbatches % self._trainer.args.steps_per_generation
+        assert self.batches is not None
+        return self.batches[place : place + count]
+
+    def set(self, microbatches: int, batches: list[dict[str, Any]] | None) -> None:
+        """Put the trainer after so many microbatches; without `batches` it generates first of all."""
+        self._trainer._step, self._trainer._buffered_inputs = microbatches, batches
+
+    def end_generation(self) -> None:
+        """Generate before the next microbatch."""
+        self.set(self.microbatches, None)
 
 
-def generated_batches(trainer: Any) -> list[dict[str, Any]] | None:
-    """The microbatches of the last generation on this rank, if there was one."""
-    return trainer._buffered_inputs
-
-
-def set_microbatches_done(trainer: Any, microbatches: int, batches: list[dict[str, Any]] | None) -> None:
-    """Put the trainer after so many microbatches; without `batches` it generates first of all."""
-    trainer._step, trainer._buffered_inputs = microbatches, batches
+def samples_at_temperature(args: Any) -> bool:
+    """Whether generation is asked for samples at the temperature of the loss, and for nothing else."""
+    others: dict[str, Any] = dict(args.generation_kwargs or {})
+    same = others.pop("temperature", args.temperature) == args.temperature and not others
+    return same and (args.top_p, args.top_k, args.min_p, args.repetition_penalty) == (1.0, 0, None, 1.0)
 
 
 def is_vision_model(trainer: Any) -> bool:

@@ -1,7 +1,7 @@
 """TRL's loss: its forward pass, its tokens' weights, and its terms without an advantage."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from .batch import REFERENCE_LOGPS, Batch
 from .loans import borrowed, intercepted
 from .log import figures_apart
-from .required import require
+from .required import INSTALL, require
 
 
 require(
@@ -47,70 +47,96 @@ _NO_TERMS = {
 }
 
 
-class LossInput:
+def without_graph(outputs: Outputs) -> Outputs:
     """
-    The log-probabilities, or log-ratios, that a loss is computed of.
-
-    Attributes:
-        with_graph (`torch.Tensor`): `[B, C]`, as the forward pass has made them.
-        leaf (`torch.Tensor`): `[B, C]`, the same numbers without their graph, which is what the loss gets: autograd,
-            when asked for a derivative, goes over all of the graph before it begins, and the model's is long.
-        aux_loss (`torch.Tensor`, *optional*): scalar, the load-balancing loss likewise, where there is one.
+    The same numbers as leaves, which is what a loss gets whose derivatives are asked for: autograd goes over all of a
+    graph before it begins, and the model's is long.
     """
-
-    with_graph: torch.Tensor
-    leaf: torch.Tensor
-    aux_loss: torch.Tensor | None
-
-    def cut(self, outputs: Outputs) -> Outputs:
-        """The outputs with the leaves in them."""
-        self.with_graph, aux_loss = outputs.logps, outputs.aux_loss
-        self.leaf = outputs.logps.detach().requires_grad_(torch.is_grad_enabled())
-        self.aux_loss = None if aux_loss is None else aux_loss.detach().requires_grad_(aux_loss.requires_grad)
-        return outputs._replace(logps=self.leaf, aux_loss=self.aux_loss)
+    logps = outputs.logps.detach().requires_grad_(torch.is_grad_enabled())
+    aux_loss = outputs.aux_loss
+    if aux_loss is not None:
+        aux_loss = aux_loss.detach().requires_grad_(aux_loss.requires_grad)
+    return outputs._replace(logps=logps, aux_loss=aux_loss)
 
 
-@contextmanager
-def weighed_loss(
-    trainer: Any,
-    batch: Batch,
-    weigh: Callable[[Outputs], tuple[torch.Tensor | None, torch.Tensor | None] | None],
-    balances: bool = False,
-) -> Iterator[LossInput]:
+Figures = dict[str, list[float]]  # to be logged
+
+_PASS = "_get_per_token_logps_and_entropies"
+
+
+class _PassMade(Exception):
+    """Ends TRL's loss, which has nothing to say before its forward pass."""
+
+    def __init__(self, outputs: Outputs):
+        self.outputs = outputs
+
+
+class TRLLoss:
     """
-    Context for TRL's `_compute_loss` of the batch, in which the loss is that of the policy, without the terms that
-    carry no advantage, and tokens are weighed. The first call makes the forward pass; others get what it returned.
-    The loss's gradient ends at the leaves of what the context yields.
+    The parts of TRL's loss: its forward pass, the policy's loss, and the terms that carry no advantage.
 
     Args:
-        weigh (`Callable`): gets what the loss's forward pass returned, and returns the weights and the ratios of
-            [`Batch.set_weights`]; `None` leaves the batch as it is.
-        balances (`bool`): whether the load-balancing loss, which is a leaf of its own, stays in the loss.
+        trainer (`GRPOTrainer`): the trainer, whose settings are borrowed.
+        loss (`Callable`): its `_compute_loss`, as TRL has it, of a [`Batch`].
     """
-    with ExitStack() as loans:
-        wanted = {"compute_aux_loss": trainer.aux_loss_enabled}  # for the terms, from the same pass
-        seen: list[Any] = []
-        given = LossInput()
+
+    def __init__(self, trainer: Any, loss: Callable[[Batch], torch.Tensor]):
+        self._trainer, self._loss = trainer, loss
+
+    def forward(self, batch: Batch) -> Outputs:
+        """The forward pass that the loss of a batch begins with."""
+        wanted = {"compute_aux_loss": self._trainer.aux_loss_enabled}  # for the terms, from the same pass
 
         def stand_in(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not seen:
-                outputs = Outputs(*forward(*args, **{**kwargs, **wanted}))
-                weighed = weigh(outputs)
-                seen.append(given.cut(outputs if weighed is None else weighed_outputs(outputs, *weighed)))
-            return seen[0]
+            raise _PassMade(Outputs(*forward(*args, **{**kwargs, **wanted})))
 
-        def weighed_outputs(outputs: Outputs, weights: torch.Tensor | None, ratios: torch.Tensor | None) -> Outputs:
-            batch.set_weights(weights, ratios)
-            if weights is not None:  # TRL multiplies by weights where it thinks that they are vLLM's
-                loans.enter_context(borrowed(trainer, use_vllm=True, vllm_importance_sampling_correction=True))
-            return outputs if ratios is None else outputs._replace(logps=ratios)
+        with intercepted(self._trainer, _PASS, stand_in):
+            try:
+                self._loss(batch)
+            except _PassMade as made:
+                return made.outputs
+        raise RuntimeError(f"TRL's loss made no forward pass by `{_PASS}`: {INSTALL}.")
 
-        own_loss = {**_NO_TERMS, "use_vllm": False, "vllm_importance_sampling_correction": False}
+    def of_policy(self, batch: Batch, outputs: Outputs, balances: bool = False) -> tuple[torch.Tensor, Figures]:
+        """
+        The loss without the terms that carry no advantage, and what TRL logs of it.
+
+        Args:
+            batch ([`Batch`]): the batch, with the weights of its tokens.
+            outputs ([`Outputs`]): of the forward pass.
+            balances (`bool`): whether the load-balancing loss stays in the loss.
+        """
+        with self._policy_alone(batch, outputs, balances), figures_apart(self._trainer) as figures:
+            return self._loss(batch), figures
+
+    def policy_loss_figure(self, batch: Batch, outputs: Outputs) -> list[float]:
+        """What TRL logs as `policy_loss` beside an entropy bonus."""
+        with torch.no_grad(), self._policy_alone(batch, outputs), figures_apart(self._trainer) as figures:
+            with borrowed(self._trainer, _entropy_bonus_enabled=True):
+                self._loss(batch)
+        return figures["policy_loss"]
+
+    def of_terms(self, batch: Batch, outputs: Outputs) -> tuple[torch.Tensor, Figures]:
+        """The loss of a batch whose advantages are 0: what remains are the terms without an advantage."""
+        others: dict[str, Any] = {"use_vllm": False, "vllm_importance_sampling_correction": False}
+        if self._trainer.args.kl_in_reward:
+            others["beta"] = 0.0
+        with borrowed(self._trainer, **others), self._of(outputs), figures_apart(self._trainer) as figures:
+            return self._loss(batch), figures
+
+    @contextmanager
+    def _policy_alone(self, batch: Batch, outputs: Outputs, balances: bool = False) -> Iterator[None]:
+        # TRL multiplies by weights where it thinks that they are vLLM's
+        weighs = batch.has_weights
+        settings = {**_NO_TERMS, "use_vllm": weighs, "vllm_importance_sampling_correction": weighs}
         if balances:
-            del own_loss["aux_loss_enabled"]
-        loans.enter_context(borrowed(trainer, **own_loss))
-        loans.enter_context(intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in))
-        yield given
+            del settings["aux_loss_enabled"]
+        with borrowed(self._trainer, **settings), self._of(outputs):
+            yield
+
+    def _of(self, outputs: Outputs) -> AbstractContextManager[None]:
+        """Context in which TRL's loss is computed of these outputs."""
+        return intercepted(self._trainer, _PASS, lambda *args, **kwargs: outputs)
 
 
 @contextmanager
@@ -126,24 +152,3 @@ def unequal_ranks(trainer: Any) -> Iterator[None]:
 
     with intercepted(accelerator, "gather", stand_in):
         yield
-
-
-@contextmanager
-def figures_of_policy(trainer: Any) -> Iterator[dict[str, list[float]]]:
-    """Context, inside [`weighed_loss`], in which TRL tells `policy_loss` among its figures, which are kept apart."""
-    with borrowed(trainer, _entropy_bonus_enabled=True), figures_apart(trainer) as figures:
-        yield figures
-
-
-@contextmanager
-def terms_of_loss(trainer: Any, outputs: Outputs) -> Iterator[dict[str, list[float]]]:
-    """
-    Context for TRL's `_compute_loss` of a batch whose advantages are 0: what remains are the terms without an
-    advantage, of what the forward pass of the policy's loss has returned. TRL's figures are kept apart.
-    """
-    others: dict[str, Any] = {"use_vllm": False, "vllm_importance_sampling_correction": False}
-    if trainer.args.kl_in_reward:
-        others["beta"] = 0.0
-    again = intercepted(trainer, "_get_per_token_logps_and_entropies", lambda *args, **kwargs: outputs)
-    with borrowed(trainer, **others), again, figures_apart(trainer) as figures:
-        yield figures

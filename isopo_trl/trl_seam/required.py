@@ -17,7 +17,7 @@ ANY_VERSION = "ISOPO_ANY_TRL"
 INSTALL = f'install it with `pip install "trl{TRL_RANGE}"`'
 
 
-def check_version(found: str | None) -> None:
+def verify_version(found: str | None) -> None:
     """Raise `ImportError` unless TRL's version `found` (`None`: not installed) is one that is supported."""
     if found is None:
         raise ImportError(f"isopo_trl needs TRL {TRL_RANGE}, but TRL is not installed: {INSTALL}.")
@@ -90,4 +90,4 @@ def raise_for_missing() -> None:
         )
 
 
-check_version(_installed_version())
+verify_version(_installed_version())

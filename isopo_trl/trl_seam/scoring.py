@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from .batch import IMAGES, Batch, has_images
+from .batch import IMAGES, Batch, has_images, pad_token_id, together
 from .loans import intercepted
 from .required import require
 
@@ -19,29 +19,93 @@ disable_gradient_checkpointing = require(
 )
 
 
-def score_completions(trainer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Log-probabilities `[B, C]` of completions, for the arguments of the trainer's own scoring pass."""
-    logps, _, _ = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
-    return logps
+class Scoring:
+    """
+    A trainer's scoring passes.
 
+    Args:
+        trainer (`GRPOTrainer`): the trainer.
+    """
 
-def batch_logps(trainer: Any, batch: Batch) -> torch.Tensor:
-    """Log-probabilities `[B, C]` of a batch's completions, by the pass that TRL's loss makes."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    images = {name: batch.get(name) for name in IMAGES}
-    return score_completions(
-        trainer, trainer.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images
-    )
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The policy, wrapped as the trainer has it."""
+        return self._trainer.model
 
-def base_model(trainer: Any) -> torch.nn.Module:
-    """The model itself, without wrappers and adapters. Takes a while: accelerate looks at every module."""
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by."""
+        return self._trainer.temperature
+
+    def base_model(self) -> torch.nn.Module:
+        """The model itself, without wrappers and adapters. Takes a while: accelerate looks at every module."""
+        policy = self._trainer.accelerator.unwrap_model(self.model)
+        return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+
+    def score(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Log-probabilities `[B, C]` of completions, for the arguments of the trainer's own scoring pass."""
+        logps, _, _ = self._trainer._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logps
+
+    def score_without_gradient(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The same by the policy, for what follows the model in the arguments, without gradient."""
+        checkpointing = self._trainer.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
+            return self.score(self.model, *args, **kwargs)
+
+    def logps(self, batch: Batch) -> torch.Tensor:
+        """Log-probabilities `[B, C]` of a batch's completions, by the pass that TRL's loss makes."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        images = {name: batch.get(name) for name in IMAGES}
+        return self.score(self.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images)
+
+    def log_distributions(self, ids: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """
+        Logits `[B, len(kept), V]` of a pass without gradient, divided by the temperature: but for their normalisation,
+        the logarithms of the distributions that the tokens there are drawn from.
+        """
+        with self._trainer.accelerator.autocast():
+            output = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=kept, use_cache=False)
+        return output.logits if self.temperature == 1 else output.logits.div_(self.temperature)
+
+    def together(self, batches: list[Batch]) -> list[Batch]:
+        """The sequences of all batches in one, with no more padding than needed; batches with images as they are."""
+        return together(batches, pad_token_id(self._trainer))
+
+    @contextmanager
+    def passes_noted(self, note: Callable[..., None]) -> Iterator[None]:
+        """Context in which `note(logps, model, *args, **kwargs)` is told of every scoring pass."""
+
+        def stand_in(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+            output = forward(model, *args, **kwargs)
+            note(output[0], model, *args, **kwargs)
+            return output
+
+        with intercepted(self._trainer, "_get_per_token_logps_and_entropies", stand_in):
+            yield
+
+    def is_reference(self, model: Any) -> bool:
+        """Whether a scoring pass of `model`, made now, is one of the reference model's."""
+        trainer = self._trainer
+        if trainer.ref_model is not None:
+            return model is trainer.ref_model
+        # One model for both: TRL turns the adapter off, which leaves the base model, or exchanges an adapter that was
+        # trained before for a copy of its initial state, under the name "ref"
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        if trainer.accelerator.unwrap_model(model) is not policy:
+            return False
+        tuner = next((module for module in policy.modules() if isinstance(module, BaseTunerLayer)), None)
+        if tuner is None:  # virtual tokens, which the base model's own forward leaves out
+            copied = "ref" in policy.peft_config
+            return policy.active_adapter == "ref" if copied else policy.forward == policy.base_model.forward
+        return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters
 
 
 def distribution_size(model: Any, batch: Batch) -> int:
-    """Elements of [`log_distributions`] at all positions of completions; 0 where there are none to be had."""
+    """Elements of [`Scoring.log_distributions`] at all positions of completions; 0 where there are none to be had."""
     if has_images(batch) or not takes_positions(model):
         return 0
     return batch.completion_mask.numel() * model.config.get_text_config().vocab_size
@@ -63,50 +127,11 @@ def most_positions(model: Any) -> float:
 
 def distribution_inputs(batch: Batch, columns: torch.Tensor, width: int = 0) -> tuple[torch.Tensor, ...]:
     """
-    What [`log_distributions`] takes for some positions of a batch's completions: token ids and attention mask, padded
-    on the right to at least `width`, and where the logits are.
+    What [`Scoring.log_distributions`] takes for some positions of a batch's completions: token ids and attention mask,
+    padded on the right to at least `width`, and where the logits are.
     """
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     width = max(width, ids.size(1))
     ids, mask = (torch.nn.functional.pad(x, (0, width - x.size(1))) for x in (ids, batch.attention_mask))
     # A token is drawn from the logits at the one before it; from the end, since adapters may put others in front
     return ids, mask, columns + batch["prompt_ids"].size(1) - 1 - width
-
-
-def log_distributions(trainer: Any, ids: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """
-    Logits `[B, len(kept), V]` of a pass without gradient, divided by the temperature: but for their normalisation, the
-    logarithms of the distributions that the tokens there are drawn from.
-    """
-    with trainer.accelerator.autocast():
-        output = trainer.model(input_ids=ids, attention_mask=mask, logits_to_keep=kept, use_cache=False)
-    return output.logits if trainer.temperature == 1 else output.logits.div_(trainer.temperature)
-
-
-@contextmanager
-def scoring_passes(trainer: Any, noted: Callable[..., None]) -> Iterator[None]:
-    """Context in which `noted(logps, model, *args, **kwargs)` is told of every scoring pass."""
-
-    def stand_in(forward: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(model, *args, **kwargs)
-        noted(output[0], model, *args, **kwargs)
-        return output
-
-    with intercepted(trainer, "_get_per_token_logps_and_entropies", stand_in):
-        yield
-
-
-def is_reference(trainer: Any, model: Any) -> bool:
-    """Whether a scoring pass of `model`, made now, is one of the reference model's."""
-    if trainer.ref_model is not None:
-        return model is trainer.ref_model
-    # One model for both: TRL turns the adapter off, which leaves the base model, or exchanges an adapter that was
-    # trained before for a copy of its initial state, under the name "ref"
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.accelerator.unwrap_model(model) is not policy:
-        return False
-    tuner = next((module for module in policy.modules() if isinstance(module, BaseTunerLayer)), None)
-    if tuner is None:  # virtual tokens, which the base model's own forward leaves out
-        copied = "ref" in policy.peft_config
-        return policy.active_adapter == "ref" if copied else policy.forward == policy.base_model.forward
-    return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters

@@ -18,9 +18,9 @@ from trl import GRPOTrainer
 
 from ..gsm8k import gsm8k_reward
 from ..rewards.functions import rewards as checked_rewards
-from ..trl_seam.generation import is_conversational, is_vision_model
+from ..trl_seam.generation import generate_completions, is_conversational, is_vision_model
 from ..trl_seam.rewards import get_callable_name
-from .completions import complete, decoding, log_probabilities
+from .completions import decoding, log_probabilities
 from .curves import STATE, draw
 from .initial_policy import InitialPolicy, kl_estimates
 
@@ -148,10 +148,6 @@ class ValidationCallback(TrainerCallback):
         if self._due:
             self.validate()
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self._due:  # the step was not logged after all
-            self.validate()
-
     def on_train_end(self, args, state, control, **kwargs):
         if state.global_step not in self.completions:
             self.validate()
@@ -182,26 +178,22 @@ class ValidationCallback(TrainerCallback):
         return figures
 
     def _write_curves(self) -> None:
+        """Write the log so far, and its picture, to the output folder."""
         if not self.trainer.is_world_process_zero():
             return
+        folder, state = self.trainer.args.output_dir, self.trainer.state
         try:
-            self._write()
-        # A full disk, say: what was measured is in the log of the trainer, and stays there
-        except OSError as error:
+            os.makedirs(folder, exist_ok=True)
+            state.save_to_json(os.path.join(folder, STATE))
+            if is_matplotlib_available():
+                draw({type(self.trainer).__name__.removesuffix("Trainer"): state.log_history}, self.picture)
+        except OSError as error:  # a full disk, say: what was measured stays in the log of the trainer
             if not self._write_failed:
                 logger.warning(
-                    f"The curves of the validation could not be written to {self.trainer.args.output_dir}: {error}. "
-                    "Training goes on, and they are written when that is possible again; this is said once."
+                    f"The curves of the validation could not be written to {folder}: {error}. Training goes on, and "
+                    "they are written when that is possible again; this is said once."
                 )
             self._write_failed = True
-
-    def _write(self) -> None:
-        """The log so far, and its picture, to the output folder."""
-        folder, state = self.trainer.args.output_dir, self.trainer.state
-        os.makedirs(folder, exist_ok=True)
-        state.save_to_json(os.path.join(folder, STATE))
-        if is_matplotlib_available():
-            draw({type(self.trainer).__name__.removesuffix("Trainer"): state.log_history}, self.picture)
 
     def _bar(self, total: int) -> tqdm:
         """Of completions, on all ranks together; gone when it is full."""
@@ -210,7 +202,7 @@ class ValidationCallback(TrainerCallback):
 
     def _advance(self, bar: tqdm, real: list[bool]) -> None:
         ranks = self.trainer.accelerator.num_processes
-        bar.update(min(sum(real) * ranks, bar.total - bar.n) if bar.total else 0)
+        bar.update(min(sum(real) * ranks, bar.total - bar.n))
 
     def _has_moved(self, initial: InitialPolicy) -> bool:
         """Whether the policy is another than the initial one; the same answer on every rank."""
@@ -282,8 +274,10 @@ class ValidationCallback(TrainerCallback):
         return total / count
 
     def _complete(self, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of the prompts and of one completion of each."""
-        return complete(self.trainer, prompts)
+        """Token ids of the prompts (texts or messages), and of one completion of each."""
+        ids = generate_completions(self.trainer, prompts)
+        self.trainer.model.eval()  # continuous batching leaves it in training mode
+        return ids
 
     def _batches(self, count: int) -> Iterator[tuple[dict[str, list[Any]], list[bool]]]:
         """

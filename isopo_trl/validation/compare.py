@@ -50,7 +50,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name:{width}}  {max(entry['step'] for entry in log):9} {cells}")
     print(f"Drawn to {options.output}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What validation asks of a trainer: completions, greedy or sampled as in training, and their log-probabilities."""
+"""How a trainer completes prompts in a validation, and the log-probabilities of completions."""
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
@@ -7,16 +7,8 @@ from typing import Any
 import torch
 
 from ..trl_seam.batch import pad, pad_token_id
-from ..trl_seam.generation import generate_completions
 from ..trl_seam.loans import borrowed
-from ..trl_seam.scoring import disable_gradient_checkpointing, score_completions
-
-
-def complete(trainer: Any, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts (texts or messages), and of one completion of each."""
-    prompt_ids, completion_ids = generate_completions(trainer, prompts)
-    trainer.model.eval()  # continuous batching leaves it in training mode
-    return prompt_ids, completion_ids
+from ..trl_seam.scoring import Scoring
 
 
 def log_probabilities(
@@ -29,15 +21,9 @@ def log_probabilities(
         ids.append(pad([torch.tensor(row) for row in rows], padding, padding_side=side))
         masks.append(pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, padding_side=side))
     input_ids, attention_mask = torch.cat(ids, 1).to(device), torch.cat(masks, 1).to(device)
-    with disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
-        logps = score_completions(
-            trainer,
-            trainer.model,
-            input_ids,
-            attention_mask,
-            ids[1].shape[1],
-            trainer.args.per_device_train_batch_size,
-        )
+    logps = Scoring(trainer).score_without_gradient(
+        input_ids, attention_mask, ids[1].shape[1], trainer.args.per_device_train_batch_size
+    )
     return logps, masks[1].to(device)
 
 

@@ -529,7 +529,7 @@ def test_attention_in_float32_is_close_to_that_in_float64(size, options):
 @pytest.mark.parametrize("shape", [(4096, 2048), (2**18 + 1, 127)], ids=str)  # whole blocks, and not
 def test_a_large_weight_in_two_parts_has_the_bits_of_plain_pytorch(shape, monkeypatch):
     weight = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    assert halves.usable(weight)
+    assert halves.takes_all(weight)
     found = precise_forward.in_halves(weight)
     monkeypatch.setattr(launch, "ENABLED", False)
     assert all(map(torch.equal, found, precise_forward.in_halves(weight)))

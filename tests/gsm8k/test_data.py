@@ -16,18 +16,16 @@ def write(path, rows):
     return str(path)
 
 
-def test_a_file_is_read_and_its_last_tenth_held_out(tmp_path):
-    train, test = load_gsm8k(write(tmp_path / "problems.jsonl", ROWS))
-    assert train.to_list() == ROWS[:18] and test.to_list() == ROWS[18:]
-
-
-def test_a_small_file_still_has_a_problem_to_validate_with(tmp_path):
-    train, test = load_gsm8k(write(tmp_path / "problems.jsonl", ROWS[:3]))
-    assert (len(train), len(test)) == (2, 1)
+@pytest.mark.parametrize(("size", "kept"), [(20, 18), (2, 1)])
+def test_a_file_is_read_and_its_last_tenth_held_out(size, kept, tmp_path):
+    train, test = load_gsm8k(write(tmp_path / "problems.jsonl", ROWS[:size]))
+    assert train.to_list() == ROWS[:kept] and test.to_list() == ROWS[kept:size]
 
 
 def test_a_folder_is_read_split_by_split(tmp_path):
     write(tmp_path / "train.jsonl", ROWS[:5])
+    with pytest.raises(ValueError, match="test.jsonl does not exist"):
+        load_gsm8k(str(tmp_path))
     write(tmp_path / "test.jsonl", ROWS[5:7])
     train, test = load_gsm8k(str(tmp_path))
     assert train.to_list() == ROWS[:5] and test.to_list() == ROWS[5:7]
@@ -36,58 +34,36 @@ def test_a_folder_is_read_split_by_split(tmp_path):
 def test_other_columns_blank_lines_and_bare_numbers_are_taken(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_text('\n{"question": "1 + 1?", "answer": 2, "level": "easy"}\n\n{"question": "é?", "answer": "1,000"}')
-    assert read_problems(str(path)).to_list() == [
-        {"question": "1 + 1?", "answer": "2"},
-        {"question": "é?", "answer": "1,000"},
-    ]
+    rows = [{"question": "1 + 1?", "answer": "2"}, {"question": "é?", "answer": "1,000"}]
+    assert read_problems(str(path)).to_list() == rows
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("content", "words"),
     [
-        ('{"question": "1 + 1?", "answer": "#### 2"', "line 2 is not valid JSON"),
-        ("[1, 2]", "line 2 is not a JSON object"),
-        ('{"question": "1 + 1?"}', "line 2 has no 'answer' (it has question)"),
-        ('{"problem": "1 + 1?", "answer": "2"}', "line 2 has no 'question' (it has problem, answer)"),
-        ('{"question": "", "answer": "2"}', "line 2 has no 'question'"),
-        ('{"question": "1 + 1?", "answer": "two"}', "line 2 has an answer without a number: 'two'"),
-        ('{"question": "1 + 1?", "answer": "#### two, or 2"}', None),
-        ('{"question": "1 + 1?", "answer": "2\\n#### none"}', "line 2 has an answer without a number"),
+        (None, "problems.jsonl cannot be read"),
+        (b"", "problems.jsonl is empty"),
+        (b"\xff\xfe\x00", "problems.jsonl is not a text in UTF-8"),
+        (b'{"question": "?", "answer": 1}', "problems.jsonl has 1 problems: at least 2 are needed"),
+        (b'\n{"question": "?"', "problems.jsonl, line 2 is not valid JSON"),
+        (b"\n[1, 2]", "problems.jsonl, line 2 is not a JSON object"),
+        (b'\n{"question": "?"}', r"line 2 has no 'answer' \(it has question\)"),
+        (b'\n{"problem": "?", "answer": "2"}', r"line 2 has no 'question' \(it has problem, answer\)"),
+        (b'\n{"question": "", "answer": "2"}', "line 2 has no 'question'"),
+        (b'\n{"question": "?", "answer": "2 #### none"}', "line 2 has an answer without a number: '2 #### none'"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, words):
+def test_what_cannot_be_read_is_named(content, words, tmp_path):
     path = tmp_path / "problems.jsonl"
-    path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
-    if words is None:
-        assert len(read_problems(str(path))) == 2
-        return
-    with pytest.raises(ValueError) as error:
-        read_problems(str(path))
-    assert words in str(error.value) and str(path) in str(error.value)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        load_gsm8k(str(path))
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(ValueError, match="absent.jsonl cannot be read"):
-        load_gsm8k(str(tmp_path / "absent.jsonl"))
-    with pytest.raises(ValueError, match="is empty"):
-        load_gsm8k(write(tmp_path / "empty.jsonl", []))
-    with pytest.raises(ValueError, match="at least 2 are needed"):
-        load_gsm8k(write(tmp_path / "one.jsonl", ROWS[:1]))
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not a text in UTF-8"):
-        load_gsm8k(str(tmp_path / "bytes.jsonl"))
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder" / "train.jsonl", ROWS)
-    with pytest.raises(ValueError, match="test.jsonl does not exist"):
-        load_gsm8k(str(tmp_path / "folder"))
-
-
-def test_a_data_set_that_is_nowhere_gives_one_sentence():
+def test_data_sets_that_are_nowhere_or_have_other_columns_or_no_number_are_refused():
     with pytest.raises(ValueError, match="'no/such-data' is neither a file nor could it be loaded from the Hub"):
         load_gsm8k("no/such-data")
-
-
-def test_a_data_set_of_other_columns_or_without_a_number_is_refused():
     with pytest.raises(ValueError, match="no column 'question', only prompt, answer"):
         checked(Dataset.from_list([{"prompt": "1 + 1?", "answer": "2"}]), "some/data, train")
     rows = [ROWS[0], {"question": "Who?", "answer": "Nobody."}]
@@ -95,34 +71,19 @@ def test_a_data_set_of_other_columns_or_without_a_number_is_refused():
         checked(Dataset.from_list(rows), "some/data, train")
 
 
-def test_prompts_are_conversations_or_text_and_keep_the_answer():
-    problems = Dataset.from_list(ROWS[:2])
-    first = as_prompts(problems, "Be brief.")[0]
-    assert first == {
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 0 + 1?"}],
-        "answer": ROWS[0]["answer"],
-    }
-    assert as_prompts(problems, "")[0]["prompt"][0] == {"role": "system", "content": ""}
-    plain = as_prompts(problems, "Be brief.", chat=False)[0]["prompt"]
-    assert plain.startswith("Be brief.\n") and "What is 0 + 1?" in plain
+@pytest.mark.parametrize("template", [None, "{question} Write it in \\boxed{}."])
+@pytest.mark.parametrize("instruction", ["Be brief.", "", None])
+def test_prompts_are_conversations_or_text_and_keep_the_answer(instruction, template):
+    problems, (first, *_) = Dataset.from_list(ROWS[:2]), ROWS
+    system = [] if instruction is None else [{"role": "system", "content": instruction}]
+    said = (template or "{question}").replace("{question}", first["question"])
+    expected = {"prompt": [*system, {"role": "user", "content": said}], "answer": first["answer"]}
+    assert as_prompts(problems, instruction, template=template)[0] == expected
+    text = said if template else f"Problem: {said}\nSolution:"
+    plain = as_prompts(problems, instruction, chat=False, template=template)[0]["prompt"]
+    assert plain == (f"{instruction}\n\n{text}" if instruction else text)
 
 
-def test_a_template_says_what_the_user_says():
-    problems, template = Dataset.from_list(ROWS[:1]), "{question} Write it in \\boxed{}."
-    text = "What is 0 + 1? Write it in \\boxed{}."
-    assert as_prompts(problems, None, template=template)[0]["prompt"] == [{"role": "user", "content": text}]
-    assert as_prompts(problems, "Be brief.", template=template)[0]["prompt"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": text},
-    ]
-    assert as_prompts(problems, None, chat=False, template=template)[0]["prompt"] == text
-    assert as_prompts(problems, "Be brief.", chat=False, template=template)[0]["prompt"] == f"Be brief.\n\n{text}"
+def test_a_template_without_a_place_for_the_question_is_refused():
     with pytest.raises(ValueError, match="'{}' has no place for the question: write {question}"):
-        as_prompts(problems, template="{}")
-
-
-def test_plain_text_is_the_same_with_an_empty_instruction_and_without_one():
-    problems = Dataset.from_list(ROWS[:1])
-    expected = "Problem: What is 0 + 1?\nSolution:"
-    assert as_prompts(problems, "", chat=False)[0]["prompt"] == expected
-    assert as_prompts(problems, None, chat=False)[0]["prompt"] == expected
+        as_prompts(Dataset.from_list(ROWS[:1]), template="{}")

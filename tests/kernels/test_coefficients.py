@@ -13,7 +13,7 @@ import torch
 
 from isopo_trl.geometry.statistics import elementwise_statistics
 from isopo_trl.kernels import launch
-from isopo_trl.kernels.coefficients import usable
+from isopo_trl.kernels.coefficients import rule_is_in_kernels
 from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.rules import PowerRule, make_rule, rule_names
 from tests.kernels import batches
@@ -232,7 +232,7 @@ def test_one_ledger_serves_layer_after_layer_and_gives_the_same_every_time(rule)
     ],
 )
 def test_a_microbatch_of_too_many_sequences_is_left_to_pytorch(m, n, rule, can):
-    assert usable(torch.ones(1, 1, device=DEVICE), m, n, rule) == can
+    assert rule_is_in_kernels(torch.ones(1, 1, device=DEVICE), m, n, rule) == can
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_microbatch_of_too_many_sequences_is_left_to_pytorch(m, n, rule, can):
 )
 def test_the_largest_tiles_that_the_kernels_accept(m, n, rule):
     given = batch(m, 1 if n < 128 else 2, 3, 2, max(n, 1))
-    assert usable(given.g, m, n, rule)
+    assert rule_is_in_kernels(given.g, m, n, rule)
     run = Run.of(given, rule)
     run_linear(given, run)
     run.check(plain_statistics(given, rule.needs)[0], STATISTIC[EXACT])
@@ -257,20 +257,20 @@ def test_the_largest_tiles_that_the_kernels_accept(m, n, rule):
 def test_the_kernels_take_what_they_can_multiply():
     x = torch.ones(2, 2, device=DEVICE)
     taken = [dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)]
-    taken = {dtype for dtype in taken if usable(x.to(dtype), 2, 2, FISHER)}
+    taken = {dtype for dtype in taken if rule_is_in_kernels(x.to(dtype), 2, 2, FISHER)}
     half = {torch.float16, torch.float32}
     # Triton's interpreter has no products of bf16, and on a GPU float64 is left to cuBLAS
     assert taken == (half | {torch.float64} if INTERPRET else half | {torch.bfloat16})
-    assert not usable(x[:0], 2, 2, FISHER)
+    assert not rule_is_in_kernels(x[:0], 2, 2, FISHER)
     if not INTERPRET:
-        assert not usable(x.cpu(), 2, 2, FISHER)
+        assert not rule_is_in_kernels(x.cpu(), 2, 2, FISHER)
 
 
 def test_the_kernels_can_be_turned_off(monkeypatch):
     x = torch.ones(2, 2, device=DEVICE)
-    assert usable(x, 2, 2, FISHER)
+    assert rule_is_in_kernels(x, 2, 2, FISHER)
     monkeypatch.setattr(launch, "ENABLED", False)
-    assert not usable(x, 2, 2, FISHER)
+    assert not rule_is_in_kernels(x, 2, 2, FISHER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,5 +280,5 @@ class OtherFormula(PowerRule):
 
 def test_a_rule_whose_formula_the_kernels_do_not_know_is_left_to_pytorch():
     x = torch.ones(2, 2, device=DEVICE)
-    assert usable(x, 2, 2, PowerRule(fisher_power=-1.0))
-    assert not usable(x, 2, 2, OtherFormula(fisher_power=-1.0))
+    assert rule_is_in_kernels(x, 2, 2, PowerRule(fisher_power=-1.0))
+    assert not rule_is_in_kernels(x, 2, 2, OtherFormula(fisher_power=-1.0))

@@ -11,7 +11,7 @@ from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
 from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, halves, linear, rms_norm, v
 from isopo_trl.kernels import launch as launching
-from isopo_trl.kernels.coefficients import Entry, KernelLedger, usable
+from isopo_trl.kernels.coefficients import Entry, KernelLedger, rule_is_in_kernels
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
 from isopo_trl.rules import make_rule
 from isopo_trl.rules.running import RunningStatistics
@@ -183,7 +183,7 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
     m = 64  # the most that `usable` allows with 128 samples, and for the kernel
     sequences, samples, ledger = microbatch(rule, m, 64, 128)
     g, V = tensor(m * 64, 96), tensor(m, 96, 64)
-    assert usable(g, m, 128, rule)
+    assert rule_is_in_kernels(g, m, 128, rule)
     overlap = None
     if rule.needs.overlap:
         overlap = linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0))
@@ -297,10 +297,10 @@ def test_every_kernel_is_tried_here():
 def test_kernels_are_for_gpus_from_ampere_on_and_for_as_many_sequences_as_fit(gpu, capability):
     new_enough = capability >= 80
     for rule in RULES.values():
-        assert usable(tensor(4096, 96), 64, 128, rule) == new_enough
-        assert not usable(tensor(8192, 96), 65, 128, rule)
-        assert not usable(tensor(4096, 96, dtype=torch.float64), 2, 2, rule)
+        assert rule_is_in_kernels(tensor(4096, 96), 64, 128, rule) == new_enough
+        assert not rule_is_in_kernels(tensor(8192, 96), 65, 128, rule)
+        assert not rule_is_in_kernels(tensor(4096, 96, dtype=torch.float64), 2, 2, rule)
 
 
 def test_on_a_cpu_the_kernels_are_left_alone():
-    assert not usable(torch.ones(2, 2), 2, 2, RULES["fisher"])
+    assert not rule_is_in_kernels(torch.ones(2, 2), 2, 2, RULES["fisher"])

@@ -31,7 +31,7 @@ def exact(before, after):
 def test_divergences_are_those_of_float64(size, change):
     for scale in (1, 8):
         before, after = logits(3, size, scale, change)
-        assert divergence.usable(before, after)
+        assert divergence.takes_both(before, after)
         found = measurement.of_distributions(before, after)
         assert found.dtype == torch.float32 and (found >= 0).all()
         torch.testing.assert_close(found.double(), exact(before, after), rtol=3e-3, atol=1e-11)
@@ -64,7 +64,7 @@ def test_tokens_that_cannot_occur_are_as_in_plain_pytorch(size, monkeypatch):
     after[6, 2] = math.inf
     found = measurement.of_distributions(before, after)
     monkeypatch.setattr(launch, "ENABLED", False)
-    assert not divergence.usable(before, after)
+    assert not divergence.takes_both(before, after)
     expected = measurement.of_distributions(before, after)
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-3, atol=1e-9)
     assert found[[0, 2, 3, 4]].isfinite().all() and found[1] == math.inf and found[5:].isnan().all()
@@ -72,8 +72,8 @@ def test_tokens_that_cannot_occur_are_as_in_plain_pytorch(size, monkeypatch):
 
 def test_other_logits_take_the_plain_way():
     before, after = logits(4, 10, 1, 0.1)
-    assert not divergence.usable(before.double(), after.double())
-    assert not divergence.usable(before[:, :5], after[:, :5])
-    assert not divergence.usable(before[:0], after[:0])
+    assert not divergence.takes_both(before.double(), after.double())
+    assert not divergence.takes_both(before[:, :5], after[:, :5])
+    assert not divergence.takes_both(before[:0], after[:0])
     found = measurement.of_distributions(before[:, :5], after[:, :5])
     torch.testing.assert_close(found.double(), exact(before[:, :5], after[:, :5]), rtol=1e-4, atol=0)

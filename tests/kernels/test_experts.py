@@ -89,9 +89,8 @@ def check(given, rule):
     dtype = given.g.dtype
     running, ours, plain = ledgers(given, rule)
     ledger = KernelLedger(ours)
-    experts.expert_coefficients(
-        given.g, given.a, given.bias, given.routing, given.samples if rule.needs.overlap else None, ledger, FIRST
-    )
+    samples = given.samples if rule.needs.overlap else None
+    experts.expert_coefficients(given.g, given.a, given.bias, given.routing, samples, Entry(ledger, FIRST))
     places = slice(FIRST, FIRST + given.routing.experts)
     statistics = routed_statistics(
         given.g.double(), given.a.double(), given.bias, given.routing, exact(given.samples), rule.needs

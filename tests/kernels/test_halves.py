@@ -42,11 +42,11 @@ def same_bits(found, expected):
 def test_numbers_have_the_bits_of_plain_pytorch(shape, dtype, factor, most, monkeypatch):
     values = numbers(*shape, dtype=dtype)
     given = values.clone()
-    assert halves.usable(values)
+    assert halves.takes_all(values)
     found = precise_forward.halved(values, factor, most)
     assert torch.equal(values, given)
     monkeypatch.setattr(launch, "ENABLED", False)
-    assert not halves.usable(values)
+    assert not halves.takes_all(values)
     assert same_bits(found, precise_forward.halved(values, factor, most)) and torch.equal(values, given)
 
 
@@ -102,8 +102,8 @@ def test_other_tensors_take_the_plain_way():
         pass
 
     for other in (values.T, values[:, :4], values.double(), values[:0], values.as_subclass(Other)):
-        assert not halves.usable(other)
-    assert halves.usable(torch.nn.Parameter(values))
+        assert not halves.takes_all(other)
+    assert halves.takes_all(torch.nn.Parameter(values))
     found = precise_forward.halved(values.T, 1.0, precise_forward.MOST)
     torch.testing.assert_close(
         found.float(), values.T.clamp(-precise_forward.MOST, precise_forward.MOST).half().float()

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from isopo_trl import ISOPOConfig
-from isopo_trl.settings.ranges import check_bounds
+from isopo_trl.settings.ranges import verify_ranges
 
 
 OUTSIDE = {
@@ -54,6 +54,6 @@ def test_a_setting_out_of_range_is_refused_by_name(name, tmp_path):
 
 
 def test_a_setting_at_the_edge_of_its_range_is_taken(tmp_path):
-    check_bounds(INSIDE)
+    verify_ranges(INSIDE)
     config = ISOPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **INSIDE)
     assert config.temperature == 1e-3 and config.scale_rewards == "none"

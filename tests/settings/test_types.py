@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from isopo_trl.settings.types import check_fields, checked
+from isopo_trl.settings.types import type_fields, typed
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from isopo_trl.settings.types import check_fields, checked
     ids=str,
 )
 def test_value_becomes_pythons_own(value, annotation, expected):
-    found = checked("strength", value, annotation)
+    found = typed("strength", value, annotation)
     assert found == expected and (type(found) is type(expected) or isinstance(value, str))
 
 
@@ -53,13 +53,13 @@ def test_value_becomes_pythons_own(value, annotation, expected):
 )
 def test_value_of_another_type_is_refused_with_what_is_expected(value, annotation, expected):
     with pytest.raises(ValueError) as error:
-        checked("strength", value, annotation)
+        typed("strength", value, annotation)
     assert str(error.value) == expected
 
 
 def test_long_values_are_cut_short():
     with pytest.raises(ValueError) as error:
-        checked("strength", "x" * 10**6 + "\n" * 9, float)
+        typed("strength", "x" * 10**6 + "\n" * 9, float)
     assert len(str(error.value)) < 200
 
 
@@ -70,8 +70,8 @@ def test_fields_of_a_frozen_dataclass_are_checked_but_for_defaults_of_its_own():
         count: int = 1
 
     settings = Settings(count=np.int64(2))
-    check_fields(settings)
+    type_fields(settings)
     assert settings.strength is None and type(settings.count) is int
     with pytest.raises(ValueError, match="count='2'"):
-        check_fields(Settings(count="2"))
-    check_fields(Settings(count="2"), ["strength"])
+        type_fields(Settings(count="2"))
+    type_fields(Settings(count="2"), ["strength"])

@@ -17,7 +17,7 @@ from isopo_trl.trl_seam.batch import Batch
 from isopo_trl.trl_seam.generation import without_old_policy
 from isopo_trl.trl_seam.loans import borrowed, intercepted
 from isopo_trl.trl_seam.loss import LossInput, Outputs, weighed_loss
-from isopo_trl.trl_seam.required import ANY_VERSION, TRL_RANGE, check_version, difference
+from isopo_trl.trl_seam.required import ANY_VERSION, TRL_RANGE, difference, verify_version
 from tests import tiny, training
 
 
@@ -29,23 +29,23 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("version", ["1.16.0", "1.16.3", "1.16.0.dev0", "1.16.1rc1"])
 def test_supported_versions_are_accepted(version):
-    check_version(version)
+    verify_version(version)
 
 
 @pytest.mark.parametrize("version", ["1.15.0", "1.17.0", "1.17.0.dev0", "2.0.0", "0.29.0", None])
 def test_other_versions_are_refused_with_what_to_install(version, monkeypatch):
     monkeypatch.delenv(ANY_VERSION, raising=False)
     with pytest.raises(ImportError) as error:
-        check_version(version)
+        verify_version(version)
     message = str(error.value)
     assert f'pip install "trl{TRL_RANGE}"' in message and (version or "not installed") in message
 
 
 def test_newest_version_can_be_tried(monkeypatch):
     monkeypatch.setenv(ANY_VERSION, "1")
-    check_version("1.99.0")
+    verify_version("1.99.0")
     with pytest.raises(ImportError, match="not installed"):
-        check_version(None)
+        verify_version(None)
 
 
 def run(code):
