@@ -90,6 +90,8 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         # A share of memory that must be free at the start; what is taken is less, see `spare_vllm`
         arguments |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.07}
         arguments |= {"vllm_max_model_length": 1024}
+    if settings["optimizer"] == "sgd":
+        arguments["optim"] = "sgd"
     if "epsilon" in settings:
         arguments["epsilon"] = settings["epsilon"]
     if settings["trainer"] == "grpo":

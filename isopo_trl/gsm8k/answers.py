@@ -31,8 +31,8 @@ _LATEX = (
     (r"\^?\{?\\circ(?![A-Za-z])", "°"),
     (r"(?<=[0-9]) *(?=\\[dt]?frac)", " "),  # 2\frac{1}{2}
     (rf"\\[dt]?frac{_PART}{_PART}", r"\1\2/\3\4 "),
-    (rf"\\[dt]?frac{_UNIT}{_UNIT}", r"\1/\2"),
-    (r"\\[A-Za-z]* *", "√"),
+    (rf"\\[dt]?frac{_UNIT}{_UNIT}", r"\1/\2"),  # \frac{\text{km}}{\text{h}}
+    (r"\\[A-Za-z]* *", "√"),  # any other command
     (r"[{}]", ""),
     (r"(?<=[0-9]) ?[×x*] ?10\^(?=[-+]?[0-9]{1,2}(?![0-9]))", "e"),
 )
@@ -59,9 +59,9 @@ _CURRENCY = "$€£¥₹"
 # Directly before a number, and directly after it: an operator that makes it part of a formula
 _FORMULA_BEFORE = rf"(?:[×÷/^√]|[-|]-|(?<=\w)\+| \+(?= )|\b[A-Za-z] *-(?= ))[ *_`\"'(\[<>~{_CURRENCY}]*\Z"
 _FORMULA_AFTER = re.compile(r"[*_]*(?:\(| *[\^√+×÷]| \* | *- ?[A-Za-z]\b|_[A-Za-z0-9]|[A-Za-z]+[0-9])")
-# Between two numbers of a text: an operator that makes one formula of them, a range, a time
+# Between two numbers of a text, with blanks on both sides or neither: an operator, the dash of a range, a time's colon
 _JOINED = re.compile(rf"[)\]%°]*(?:[:'’_]|( *)[-+*/×÷^]+\1)[({_CURRENCY}]*")
-# A minus that a blank separates from its number is a dash or a bullet, unless the answer begins with it
+# A minus that a blank separates from its number is a dash or a bullet, unless the answer or a side begins with it
 _MINUS = r"(?:(?:\A|[=:(])[^a-z0-9\n#]*-[^a-z0-9\n#]*|(?<![a-z0-9)\]%])-[^a-z0-9\s]*|\b(?:minus|negative)\W*)\Z"
 # Of a declared answer: what goes before the number, and what may follow it
 _LABEL = r"\W*[A-Za-z].*?(?:(?<!\d):|:(?!\d)|(?<!which |there )(?<!that )\b(?:is|are|was|were|be|equals)\b)(?=.*\d)"

@@ -5,8 +5,16 @@ Kinds of layers: how the gradients of a module's parameters are taken per sequen
 """
 
 from .layer import Inseparable, Layer, LayerFunction, Unsupported, layer_backward
-from .linear import linear
+from .linear import rescaled_linear
 from .registry import register_layer
 
 
-__all__ = ["Inseparable", "Layer", "LayerFunction", "Unsupported", "layer_backward", "linear", "register_layer"]
+__all__ = [
+    "Inseparable",
+    "Layer",
+    "LayerFunction",
+    "Unsupported",
+    "layer_backward",
+    "register_layer",
+    "rescaled_linear",
+]

@@ -52,7 +52,7 @@ class LinearLayer(Layer):
         weight = parameter_of(module, "weight")
         if isinstance(module, Conv1D):
             weight = weight.t()
-        return linear(x, weight, parameter_of(module, "bias"), self, microbatch)
+        return rescaled_linear(x, weight, parameter_of(module, "bias"), self, microbatch)
 
     def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
         if not any(rule.needs):
@@ -68,7 +68,7 @@ class LinearLayer(Layer):
         return linear_strategy(sequences, length, p, d, samples, rule.needs, weight.device.type, kernels)
 
 
-def linear(
+def rescaled_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: Layer, microbatch: Microbatch
 ) -> torch.Tensor:
     """

@@ -26,7 +26,7 @@ def register_layer(kind: K) -> K:
             return isinstance(module, Projection)
 
         def forward(self, module, microbatch, x):
-            return linear(x, module.kernel.t(), None, self, microbatch)
+            return rescaled_linear(x, module.kernel.t(), None, self, microbatch)
     ```
     """
     if not (isinstance(kind, type) and issubclass(kind, Layer) and isinstance(getattr(kind, "kind", None), str)):
