@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from isopo_trl import ISOPO
-from isopo_trl.rules.running import EXPECTATIONS
 from tests import tiny
 
 
@@ -246,15 +245,12 @@ def shaped(layers, columns):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"running": "missing"}, "not all of it: it has no running"),
-        ({"draws": "missing", "rule": "missing"}, "it has no rule, draws"),
-        ({"draws": [1]}, "draws is of type list"),
-        ({"running": {}}, "no running means"),
-        ({"running": shaped(3, len(EXPECTATIONS))}, r"the shape \[3, \d\] for 3 layers instead of \[2, "),
-        ({"running": shaped(2, 1)}, r"the shape \[2, 1\]"),
-        ({"running": {"mean": torch.full((2, len(EXPECTATIONS)), torch.nan), "known": [True] * 2}}, "not finite"),
-        ({"rule": "nonsense"}, "unknown rule 'nonsense'"),
-        ({"rule": "Rule(name='nonsense')"}, "unknown rule"),
+        ({"running": "missing"}, "running missing"),
+        ({"rule": "missing", "draws": "missing"}, "rule, draws missing"),
+        ({"draws": [1]}, "draws missing, or of another type"),
+        ({"running": {}}, "not .* finite running means"),
+        ({"running": {"mean": torch.zeros(3, 5)}}, "not .* finite running means"),
+        ({"running": {"mean": torch.full((2, 5), torch.nan)}}, "not .* finite running means"),
     ],
 )
 def test_what_is_not_a_state_is_refused_and_changes_nothing(entries, message):
@@ -266,7 +262,7 @@ def test_what_is_not_a_state_is_refused_and_changes_nothing(entries, message):
     state = {name: value for name, value in {**isopo.state_dict(), **entries}.items() if not value == "missing"}
     with pytest.raises(ValueError, match=message):
         isopo.load_state_dict(state)
-    with pytest.raises(ValueError, match="but a list"):
+    with pytest.raises(ValueError, match="not a state of ISOPO"):
         isopo.load_state_dict([state])
     assert torch.equal(isopo._running.mean, before) and isopo.state_dict()["draws"] == 1
 
@@ -285,49 +281,8 @@ def test_another_decay_or_number_of_samples_is_reported_where_it_means_something
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         isopo.load_state_dict(state)
-        isopo.load_state_dict({name: state[name] for name in ("layers", "rule", "draws", "running")})  # an early one
     assert len(caught) == (expected is not None)
     assert all(expected in str(warning.message) for warning in caught)
-
-
-@pytest.mark.parametrize(
-    ("saved", "settings"),
-    [
-        (
-            "name='fisher', fisher_power=None, norm_power=None, relative_power=None, regularization=None",
-            {"regularization": 0},
-        ),
-        (
-            "name='fig4', fisher_power=None, norm_power=-0.5, relative_power=None, regularization=0.1",
-            {"rule": "fig4", "norm_power": -0.5, "regularization": 0.1},
-        ),
-        (
-            "name='interacting', fisher_power=None, norm_power=None, relative_power=None, regularization=None",
-            {"rule": "interacting"},
-        ),
-    ],
-)
-def test_a_state_that_version_0_1_0_saved_is_taken(saved, settings):
-    isopo = ISOPO(linear(), **settings)
-    state = {**isopo.state_dict(), "rule": f"Rule({saved}, keep_small=False, scale='relative')"}
-    isopo.load_state_dict(state)
-    with pytest.raises(ValueError, match="belong to name"):
-        ISOPO(linear(), "euclidean").load_state_dict(state)
-
-
-@pytest.mark.parametrize("saved", ["as it is", "by version 0.1.0"])
-def test_resuming_a_run_of_the_old_default_says_what_to_set(saved):
-    state = ISOPO(linear(), "fisher", regularization=0).state_dict()
-    if saved == "by version 0.1.0":
-        powers = "fisher_power=None, norm_power=None, relative_power=None"
-        state["rule"] = f"Rule(name='fisher', {powers}, regularization=None, keep_small=False, scale='relative')"
-    with pytest.raises(ValueError, match="used to be 0: set regularization=0"):
-        ISOPO(linear(), "fisher").load_state_dict(state)
-    ISOPO(linear(), "fisher", regularization=0).load_state_dict(state)
-    # Where something else differs, that is not the reason
-    with pytest.raises(ValueError) as error:
-        ISOPO(linear(), "fisher", scale="paper").load_state_dict(state)
-    assert "used to be" not in str(error.value)
 
 
 # A multiplier out of proportion

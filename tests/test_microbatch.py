@@ -132,7 +132,7 @@ def test_data_on_another_device_than_the_layers_are_left_to_pytorch():
     """Which says so: kernels are given addresses."""
     x = torch.ones(B * T, 2, device=DEVICE)
     elsewhere = microbatch(FISHER, device=DEVICE)
-    elsewhere.set_advantages(elsewhere.advantages.to("meta"))
+    elsewhere.advantages = elsewhere.advantages.to("meta")
     assert not elsewhere.kernels_take(x)
     elsewhere = microbatch(FISHER, device=DEVICE)
     elsewhere.samples = draw_samples(torch.ones(B * T, device="meta"), 3, 0)
@@ -161,4 +161,4 @@ def test_rows_are_the_positions_in_their_order(positions, features):
 @pytest.mark.parametrize("positions", [(T, B), (B, T + 1), (B * T + 1,), (B * T, 1), (1, T), ()])
 def test_positions_that_are_not_the_microbatchs_are_refused_by_name(positions):
     with pytest.raises(RuntimeError, match=rf"q_proj got positions of shape .* but the microbatch has {B} x {T}"):
-        microbatch().check("q_proj", torch.ones(*positions, 5))
+        microbatch().verify_positions("q_proj", torch.ones(*positions, 5))
