@@ -19,6 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from .checkpoints import files, generation, model_card
+from .checkpoints.choice import checkpoint_to_resume
+from .checkpoints.weights import load_converted, lost_weights
 from .config import ISOPOConfig
 from .integrations import deepspeed, liger, peft_reference
 from .integrations.autograd_thread import calling_thread, is_on_one_device
@@ -279,7 +281,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._forget_step()
-        checkpoint = files.chosen(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
         if checkpoint is not None:
             self._load_state(checkpoint)
         with generation.past_epochs(self, checkpoint):
@@ -597,7 +599,6 @@ class ISOPOTrainer(GRPOTrainer):
             state = {
                 **self.isopo.state_dict(),
                 "weighting": self._chosen(),
-                "save_only_model": bool(self.args.save_only_model),
                 "position": generation.position(self),
                 "optimizer_steps": self._optimizer_steps,
             }
@@ -616,9 +617,9 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _issue_warnings_after_load(self, load_result):
         """Where weights are missing, a warning is all that transformers has for it, and they begin anew."""
-        lost = files.lost(self.model, load_result.missing_keys)
+        lost = lost_weights(self.model, load_result.missing_keys)
         if lost:
-            files.load_converted(self.model, self._loaded_from, lost)
+            load_converted(self.model, self._loaded_from, lost)
         else:
             super()._issue_warnings_after_load(load_result)
 
@@ -629,7 +630,7 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _load_state(self, checkpoint: Path) -> None:
         """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""
-        state = files.read(checkpoint)
+        state = files.read_state(checkpoint)
         path, own = checkpoint / files.STATE_FILE, self._chosen()
         saved = state["weighting"]
         changed = [name for name in own if name in saved and saved[name] != own[name]]
@@ -651,11 +652,10 @@ class ISOPOTrainer(GRPOTrainer):
             self.step_control.load_state_dict(state.get("step_control", {}))
         if changes:
             logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
-        missing = files.missing(checkpoint)
-        if missing:
+        if not files.has_optimizer(checkpoint):
             logger.warning(
-                f"{checkpoint} has no {', '.join(missing)} (save_only_model=True leaves them out): what they hold "
-                "starts anew, and the run goes on differently from one that was not interrupted."
+                f"{checkpoint} has no state of the optimizer (save_only_model=True leaves it out): it starts anew, "
+                "and the run goes on differently from one that was not interrupted."
             )
 
 

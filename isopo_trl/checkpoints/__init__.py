@@ -1,1 +1,1 @@
-"""Checkpoints: which one a run resumes from, whether it is whole, and what the model card says."""
+"""Checkpoints: which one a run resumes from, what is in it, and what the model card says."""

@@ -1,4 +1,4 @@
-"""What a model card says beyond TRL's: the rule and its settings, versions, and a snippet that runs."""
+"""The model card: TRL's, with the rule and its settings, more versions, and a snippet that runs."""
 
 import html
 import json
@@ -11,8 +11,11 @@ from urllib.parse import quote
 import peft
 from accelerate.utils import is_peft_model
 from huggingface_hub import ModelCard
+from transformers import TrainerState
 
 from ..config import ISOPOConfig
+from ..isopo import ISOPO
+from ..token_weights import Weighting
 from ..token_weights.ratio_loss import BY_RATIO, RANGE
 
 
@@ -36,136 +39,125 @@ _SETTINGS = (
     "use_vllm",
     "seed",
 )
-# Where the trainer has no `card_prompt`: prompts of the training set may not be for everybody to read
+# Without a `card_prompt`: prompts of the training set may not be for everybody to read
 _QUESTION = "A question of the kind that this model was trained on goes here."
-_SNIPPET = """\
+# What TRL writes before its training procedure is replaced; its procedure, versions and citations are taken over
+_CARD = """
+# Model Card for {name}
+
+This model is a fine-tuned version of {base}{data}.
+It has been trained using [TRL](https://github.com/huggingface/trl).
+
+## Quick start
+
+```python
 from transformers import pipeline
 
 prompt = {prompt}
 generator = pipeline("text-generation", model={model})
 output = generator(prompt, max_new_tokens=128, return_full_text=False)[0]
-print(output["generated_text"])"""
+print(output["generated_text"])
+```
+
+## Training procedure
+
+{procedure}
+
+Each sequence's gradient was rescaled, layer by layer, by the rule {rule} of
+[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it.
+{credit}
+{outcome}
+
+### Settings
+
+| setting | value |
+|---|---|
+{settings}
+
+### Framework versions
+
+- ISOPO for TRL (isopo-trl): {version}
+- PEFT: {peft}
+{rest}"""
 
 
 def write(path: str, model_name: str | None, trainer: Any) -> None:
-    """Rewrite the card that TRL has written to `path`."""
+    """Rewrite the card that TRL has written to `path` about a trainer's model, called `model_name`."""
+    args, model, hub_id = trainer.args, trainer.model, trainer.hub_model_id
     card = ModelCard.load(path)
     card.data.pop("licence", None)  # TRL writes the word "license" there
     card.data.pipeline_tag = "text-generation"
-    if is_peft_model(trainer.model):
+    base, data = card.data.get("base_model"), card.data.get("datasets")
+    folder = os.path.basename(model.config._name_or_path)  # TRL names no base model that is a folder
+    prompt = trainer.card_prompt
+    if prompt is None:
+        has_chat = bool(getattr(trainer.processing_class, "chat_template", None))
+        prompt = [{"role": "user", "content": _QUESTION}] if has_chat else _QUESTION
+    settings = _settings(args, trainer.isopo, trainer.weighting)
+    if is_peft_model(model):
         card.data.library_name = "peft"
-    name = model_name or trainer.hub_model_id or os.path.basename(os.path.abspath(trainer.args.output_dir or ""))
-    base = os.path.basename(trainer.model.config._name_or_path)  # where TRL has left it out, it is a path
-    text = card.text
-    text = text.replace(f"# Model Card for {model_name}", f"# Model Card for {_plain(name)}", 1)
-    text = text.replace("[None](https://huggingface.co/None)", _code(base) if base else "a model without a name")
-    for kind, page in (("base_model", ""), ("datasets", "datasets/")):
-        given = card.data.get(kind)
-        if isinstance(given, str):
-            link = f"[{_plain(given)}](https://huggingface.co/{page}{quote(given)})"
-            text = text.replace(f"[{given}](https://huggingface.co/{page}{given})", link)
-    text = _replaced(text, "## Quick start", _quick_start(trainer))
-    text = _before(text, "### Framework versions", _procedure(trainer))
-    text = _before(text, "- TRL:", _versions())
-    card.text = text
+        adapter = model.active_peft_config
+        settings["adapter"] = f"{adapter.peft_type.value}, r={getattr(adapter, 'r', None)}"
+    procedure, _, rest = card.text.rpartition("## Training procedure")[2].partition("### Framework versions")
+    card.text = _CARD.format(
+        name=_plain(model_name or hub_id or os.path.basename(os.path.abspath(args.output_dir or ""))),
+        base=_link(base) if base else _plain(folder) or "a model without a name",
+        data=f" on the {_link(data, 'datasets/')} dataset" if data else "",
+        prompt=json.dumps(prompt, ensure_ascii=False),  # texts, lists and objects of JSON are Python as well
+        model=json.dumps(str(hub_id or args.output_dir), ensure_ascii=False),
+        procedure=procedure.strip(),
+        rule=_plain(trainer.isopo.rule.name),
+        credit=trainer.weighting.credit,
+        outcome=_outcome(trainer.state),
+        settings="\n".join(f"| `{name}` | {_plain(str(value))} |" for name, value in settings.items()),
+        version=_version(),
+        peft=peft.__version__,
+        rest=rest.lstrip(),
+    )
     card.save(path)
 
 
-def _quick_start(trainer: Any) -> str:
-    tokenizer: Any = trainer.processing_class
-    prompt: Any = trainer.card_prompt
-    if prompt is None:
-        prompt = _QUESTION
-        if getattr(tokenizer, "chat_template", None):
-            prompt = [{"role": "user", "content": _QUESTION}]
-    model = trainer.hub_model_id or trainer.args.output_dir
-    # Of JSON, texts, lists and objects are Python as well
-    written = [json.dumps(value, ensure_ascii=False) for value in (prompt, str(model))]
-    return f"```python\n{_SNIPPET.format(prompt=written[0], model=written[1])}\n```"
-
-
-def _procedure(trainer: Any) -> str:
-    args, rule = trainer.args, trainer.isopo.rule
-    weighting = trainer.weighting
-    rows = {
+def _settings(args: ISOPOConfig, isopo: ISOPO, weighting: Weighting) -> dict[str, Any]:
+    """Settings of a run by name: the rule's, the weighting's, some of every run, and those that were changed."""
+    rule = isopo.rule
+    changeable = (*ISOPOConfig.__annotations__, *RANGE, *BY_RATIO.get(args.loss_type, ()))
+    changed = [name for name in changeable if getattr(args, name) != getattr(ISOPOConfig, name, None)]
+    values = {
         "rule": rule.name,
         **{name: value for name, value in rule.settings.items() if name != "name"},
-        **{name: getattr(args, name) for name in (*weighting.settings, *weighting.defaults)},
-        **{name: getattr(args, name) for name in _SETTINGS},
-        **_changed(args),
-        "fisher_scope": trainer.isopo.fisher_scope if rule.needs.overlap else None,
+        **{name: getattr(args, name) for name in (*weighting.settings, *weighting.defaults, *_SETTINGS, *changed)},
+        "fisher_scope": isopo.fisher_scope if rule.needs.overlap else None,
     }
-    if is_peft_model(trainer.model):
-        config = trainer.model.active_peft_config
-        rows["adapter"] = f"{config.peft_type.value}, r={getattr(config, 'r', None)}"
-    shown = {name: getattr(value, "value", value) for name, value in rows.items() if value is not None}
-    table = "\n".join(f"| `{name}` | {_in_a_cell(value)} |" for name, value in shown.items())
-    sentences = [
-        f"Each sequence's gradient was rescaled, layer by layer, by the rule {_code(rule.name)} of "
-        "[ISOPO](https://huggingface.co/papers/2512.23353), as the package isopo-trl implements it.",
-        weighting.credit,
-        _outcome(trainer),
-    ]
-    text = " ".join(filter(None, sentences))
-    return f"{text}\n\n### Settings\n\n| setting | value |\n|---|---|\n{table}\n\n"
+    return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
 
 
-def _changed(args: ISOPOConfig) -> dict[str, Any]:
-    """Of the settings of `ISOPOConfig`, and of the clipping range, those that are not at their defaults."""
-    names = (*ISOPOConfig.__annotations__, *RANGE, *BY_RATIO.get(args.loss_type, ()))
-    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(ISOPOConfig, name, None)}
-
-
-def _outcome(trainer: Any) -> str:
-    log = trainer.state.log_history
-    accuracies = [line["validation/accuracy"] for line in log if "validation/accuracy" in line]
-    divergences = [line["validation/kl"] for line in log if "validation/kl" in line]
+def _outcome(state: TrainerState) -> str:
+    """A sentence on the accuracy before and after training, and nothing where it was not measured."""
+    accuracies, divergences = (
+        [line[name] for line in state.log_history if name in line] for name in ("validation/accuracy", "validation/kl")
+    )
     if not accuracies:
         return ""
     kl = f", at {divergences[-1]:.3f} nats per completion from where it started" if divergences else ""
     return (
-        f"In {trainer.state.global_step} optimizer steps its greedy accuracy on the validation set went from "
+        f"In {state.global_step} optimizer steps its greedy accuracy on the validation set went from "
         f"{accuracies[0]:.1%} to {accuracies[-1]:.1%}{kl}."
     )
 
 
-def _versions() -> str:
+def _version() -> str:
+    """The version of isopo-trl."""
     try:
-        own = f"- ISOPO for TRL (isopo-trl): {version('isopo-trl')}\n"
-    except PackageNotFoundError:  # a source tree that is not installed
-        own = ""
-    return f"{own}- PEFT: {peft.__version__}\n"
+        return version("isopo-trl")
+    except PackageNotFoundError:
+        return "a source tree"
 
 
-def _plain(name: str) -> str:
-    """A name as text of Markdown that shows it as it is, on one line."""
-    return re.sub(r"[\\`*\[\]]", r"\\\g<0>", html.escape(" ".join(name.split()), quote=False))
+def _link(name: str, kind: str = "") -> str:
+    """A link of Markdown to a page of the Hub."""
+    return f"[{_plain(name)}](https://huggingface.co/{kind}{quote(name)})"
 
 
-def _code(name: str) -> str:
-    """A name as code of Markdown, within more backticks than it has in a row."""
-    ticks = "`" * (1 + max(map(len, re.findall("`+", name)), default=0))
-    return f"{ticks} {' '.join(name.split())} {ticks}" if "`" in name else f"`{' '.join(name.split())}`"
-
-
-def _in_a_cell(value: Any) -> str:
-    """A value as text in a table of Markdown."""
-    return html.escape(" ".join(str(value).split()), quote=False).replace("|", "\\|")
-
-
-def _replaced(text: str, heading: str, body: str) -> str:
-    """`text` with what stands under `heading` replaced, or with the section added if there is none."""
-    start = text.find(heading)
-    if start < 0:
-        return f"{text.rstrip()}\n\n{heading}\n\n{body}\n"
-    start += len(heading)
-    following = re.search(r"^## ", text[start:], flags=re.MULTILINE)
-    end = start + following.start() if following else len(text)
-    return f"{text[:start]}\n\n{body}\n\n{text[end:]}"
-
-
-def _before(text: str, mark: str, addition: str) -> str:
-    place = text.find(mark)
-    if place < 0:
-        return f"{text.rstrip()}\n\n{addition}"
-    return text[:place] + addition + text[place:]
+def _plain(text: str) -> str:
+    """Text as Markdown that shows it as it is, on one line, in a cell of a table too."""
+    return re.sub(r"[\\`*\[\]|]", r"\\\g<0>", html.escape(" ".join(text.split()), quote=False))

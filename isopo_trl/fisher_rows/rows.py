@@ -173,8 +173,11 @@ class FisherRows:
     def restart(self) -> None:
         """Forget what this step has collected: a microbatch was broken off, or its numbers are not finite."""
         self._priorities = {}
-        buffers = [x for layer in self._layers.values() for x in layer.collected.values()]
-        if buffers:
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}  # of one type, many are filled by few launches
+        for layer in self._layers.values():
+            for x in layer.collected.values():
+                by_type.setdefault(x.dtype, []).append(x)
+        for buffers in by_type.values():
             torch._foreach_zero_(buffers)
 
     def close(self, keep: bool = True) -> None:

@@ -1,4 +1,7 @@
-"""Ranges of GRPO's own settings: outside of them TRL divides by zero, or trains with what is not a number."""
+"""
+Ranges of GRPO's own settings. Outside of them TRL divides by zero, trains with NaN, or fails in the first step with an
+error that does not name the setting: hence a line for each.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -45,7 +48,6 @@ BOUNDS: dict[str, Bound] = {
     "vespo_k_neg": NOT_NEGATIVE,
     "vespo_lambda_neg": NOT_NEGATIVE,
 }
-# What TRL looks at during the first step only
 CHOICES = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "importance_sampling_level": ("token", "sequence"),

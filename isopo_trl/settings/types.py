@@ -1,20 +1,24 @@
 """
-Types of settings: the one place that says whether a value is the number, the text or the yes or no that a field asks
-for.
-
-What a field may be is read off its annotation. Ranges, and what goes with what, are left to those who use a setting.
+Types of settings, as the annotations of their fields give them. Dataclasses do not enforce them, and a command line, a
+YAML file or NumPy hands over texts and scalars that would go wrong much later.
 """
 
 import dataclasses
 import numbers
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 
-_EXPECTED = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "a text"}
+# By the name in an annotation: types that are taken, what makes Python's own of them, and what an error calls them
+_KINDS: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
+    "float": (numbers.Real, float, "a number"),
+    "int": (numbers.Integral, int, "a whole number"),
+    "bool": (bool | np.bool_, bool, "True or False"),
+    "str": (str, str.__str__, "a text"),
+}
 
 
 def typed(name: str, value: Any, annotation: Any) -> Any:
@@ -25,27 +29,19 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     Args:
         name (`str`): what the setting is called.
         value: what was given for it.
-        annotation: `float`, `int`, `bool` or `str`, or one of them `| None`; others are not checked.
+        annotation: `float`, `int`, `bool` or `str`, or one of them `| None`; with another, any value is taken.
     """
-    kind, optional = _read(annotation)
-    if kind not in _EXPECTED or (optional and value is None):
+    kind, optional = _kind(annotation)
+    if kind not in _KINDS or (optional and value is None):
         return value
-    is_bool = isinstance(value, bool | np.bool_)
+    taken, as_own, expected = _KINDS[kind]
+    if not isinstance(value, taken) or (isinstance(value, bool) and kind != "bool"):
+        expected = f"{expected} or None" if optional else expected
+        raise ValueError(f"{name}={shown(value)} is of type {type(value).__name__}: give {expected}.")
     try:
-        if kind == "float" and isinstance(value, numbers.Real) and not is_bool:
-            return float(value)
-        if kind == "int" and isinstance(value, numbers.Integral) and not is_bool:
-            return int(value)
+        return as_own(value)
     except OverflowError:
         raise ValueError(f"{name}={shown(value)} is too large: give a number that a float can hold.") from None
-    if kind == "bool" and is_bool:
-        return bool(value)
-    if kind == "str" and isinstance(value, str):
-        return value
-    raise ValueError(
-        f"{name}={shown(value)} is of type {type(value).__name__}: give {_EXPECTED[kind]}"
-        f"{' or None' if optional else ''}."
-    )
 
 
 def type_fields(settings: Any, names: Iterable[str] | None = None) -> None:
@@ -54,7 +50,7 @@ def type_fields(settings: Any, names: Iterable[str] | None = None) -> None:
 
     Args:
         settings: an object of a dataclass, frozen or not.
-        names (`Iterable[str]`, *optional*): of the fields to be checked; all of them if `None`.
+        names (`Iterable[str]`, *optional*): of the fields; all of them if `None`.
     """
     fields = {field.name: field for field in dataclasses.fields(settings)}
     for name in fields if names is None else names:
@@ -68,7 +64,7 @@ def shown(value: Any) -> str:
     return " ".join(_SHORT.repr(value).split())
 
 
-def _read(annotation: Any) -> tuple[str, bool]:
+def _kind(annotation: Any) -> tuple[str, bool]:
     """The name of the type that an annotation asks for, and whether `None` will do as well."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     parts = [part.strip().rpartition(".")[2] for part in text.split("|")]
