@@ -129,18 +129,21 @@ class Microbatch:
 
     def samples_of(self, index: int) -> Samples | SampleRows | None:
         """What layer `index` is measured with: rows of the last step, or else positions of this microbatch."""
-        return self.held(index) or self.samples
+        return self.samples if self.draw is None else self.draw.rows_of_layers.held(index) or self.samples
 
-    def open_entry(self, indices: range) -> Entry:
-        """Note that the backward has come to these layers, and say where a kernel enters their coefficients."""
-        self._visit(indices)
+    def open_entry(self, index: int, count: int = 1) -> Entry:
+        """
+        Note that the backward has come to layer `index`, or to a stack of so many from there on, and say where a
+        kernel enters their coefficients.
+        """
+        self._visit(index, count)
         if self._kernel_ledger is None:
             self._kernel_ledger = KernelLedger(self.ledger)
-        return Entry(self._kernel_ledger, indices.start)
+        return Entry(self._kernel_ledger, index)
 
     def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[m]` of layer `index`, to which the backward has come; entered for means and log."""
-        self._visit(range(index, index + 1))
+        self._visit(index)
         history = self.running.expectations(index)
         result = self.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
         self.ledger.record(index, result, statistics.ntk)
@@ -148,21 +151,22 @@ class Microbatch:
 
     def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[E, m]` of the layers of a stack; `statistics` have a first dimension `E`."""
-        self._visit(indices)
+        self._visit(indices.start, len(indices))
         entries = slice(indices.start, indices.stop)
         history, known = self.running.history[entries], self.running.known[entries]
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
         self.ledger.record(entries, result, statistics.ntk)
         return result.c
 
-    def _visit(self, indices: range) -> None:
+    def _visit(self, index: int, count: int = 1) -> None:
         if self.closed:
             raise RuntimeError(
                 "A backward pass ran after its microbatch had ended: call `backward` before `end`, or inside the "
                 "`microbatch` context."
             )
-        for index in indices:
-            self.visits[index] += 1
+        self.visits[index] += 1
+        for other in range(index + 1, index + count):
+            self.visits[other] += 1
 
     # Terms without an advantage
 

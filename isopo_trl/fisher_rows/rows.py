@@ -343,7 +343,7 @@ class Draw:
         Where a kernel puts a linear layer's rows while it measures them; `None` where there are no rows from before to
         measure with, or rows are not copied as they are.
         """
-        layer = self.rows_of_layers.layer(index, {"g": g, "a": a})
+        layer = self.rows_of_layers.known(index) or self.rows_of_layers.layer(index, {"g": g, "a": a})
         if self.factor != 1 or not layer.are_like(g.dtype):
             return None
         return layer.collected["g"], layer.collected["a"], self.source().numbers

@@ -180,16 +180,11 @@ def v_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = No
         overlaps ([`Overlaps`], *optional*): of the layer, for a rule that needs these too.
     """
     ledger = entry.ledger
-    sums = ledger.scratch(V, "sums", *_sums_shape(V.shape[0], _programs(V[0].numel(), ledger.needs), ledger.needs))
-    _launch_coefficients(V, entry, overlaps, sums, 0)
+    m, outputs, d = V.shape
+    here = _programs(outputs * d, ledger.needs)
+    sums = ledger.scratch(V, "sums", *_sums_shape(m, here, ledger.needs))
+    _launch_v(V, sums, 0, here, ledger.needs, True, ledger.variant, ledger.fixed, entry.first, overlaps)
     return entry
-
-
-def _launch_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None, sums: torch.Tensor, first: int):
-    """`sums`, `first`: where sums over all blocks of outputs are collected, and the place of this block's in them."""
-    ledger, index = entry
-    here = _programs(V.shape[1] * V.shape[2], ledger.needs)
-    _launch_v(V, sums, first, here, ledger.needs, True, ledger.variant, ledger.fixed, index, overlaps)
 
 
 def _programs(size: int, needs: Needs) -> int:
@@ -237,10 +232,13 @@ class VBlocks:
 
     def add(self, V: torch.Tensor) -> None:
         """Take in the next block, `V` `[m, outputs, d]`."""
+        ledger, index = self.entry
+        here = _programs(V.shape[1] * V.shape[2], self.needs)
         if self.sums is None:
             self.sums = scratch(V, *_sums_shape(V.shape[0], self.chunks, self.needs))
-        _launch_coefficients(V, self.entry, self.overlaps, self.sums, self.first)
-        self.first += _programs(V.shape[1] * V.shape[2], self.needs)
+        given = (V, self.sums, self.first, here, self.needs)
+        _launch_v(*given, True, ledger.variant, ledger.fixed, index, self.overlaps)
+        self.first += here
 
 
 class VSums:

@@ -28,7 +28,7 @@ def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dt
         microbatch.collect(index, v)
     samples = microbatch.samples_of(index)
     if by_kernel:
-        entry = microbatch.open_entry(range(index, index + 1))
+        entry = microbatch.open_entry(index)
         return kernel.elementwise_gradient(v, sequences, samples, entry, dtype, into=into)
     statistics, V = elementwise_statistics(v, sequences, samples, microbatch.rule.needs)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)

@@ -377,7 +377,7 @@ def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: b
     if isinstance(samples, SampleRows):
         of_one_type = of_one_type and samples.g.dtype == samples.inputs.dtype == g.dtype
     if of_one_type and microbatch.kernels_take(g):
-        entry = microbatch.open_entry(stack.indices)
+        entry = microbatch.open_entry(stack.index, len(stack.indices))
         c_in_table = kernels.expert_coefficients(g, inputs, bias, routing, samples, entry)
         scaled = functools.partial(kernels.scaled, routing=routing, c=c_in_table)
     else:

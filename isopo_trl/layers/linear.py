@@ -226,7 +226,7 @@ def linear_gradient(
         return None, alone if terms.bias is None else terms.bias.add_(alone)
     sequences, needs, draw = microbatch.sequences, microbatch.rule.needs, microbatch.draw
     samples = microbatch.samples_of(index)
-    kernels = g.dtype == a.dtype and microbatch.kernels_take(g) and _is_of(samples, g.dtype)
+    kernels = g.dtype == a.dtype and microbatch.kernels_take(g) and (draw is None or _is_of(samples, g.dtype))
     explicit = needs.norm or needs.ntk  # gradients V_s may be needed
     strategy: Strategy = "ghost"
     if not kernels or explicit:
@@ -262,7 +262,7 @@ def _coefficients_by_kernels(
     """The coefficients, by Triton's kernels, and `V` `[m, p, d (+1)]` where the strategy forms it whole."""
     g, a, _, _, bias = rows
     sequences, needs = microbatch.sequences, microbatch.rule.needs
-    entry = microbatch.open_entry(range(index, index + 1))
+    entry = microbatch.open_entry(index)
     given = (g, a, bias, sequences, samples, entry)
     from_before = isinstance(samples, SampleRows)
     if not (needs.norm or needs.ntk):

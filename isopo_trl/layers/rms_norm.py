@@ -89,7 +89,7 @@ class _RMSNorm(LayerFunction):
         into = None if draw is None else draw.into_vectors(index, x, sequences.rows)
         if x.dim() == 3:  # positions may come in one row
             grad = grad.reshape(*microbatch.shape, -1)
-        entry = microbatch.open_entry(layer.indices)
+        entry = microbatch.open_entry(index)
         memory, flavour = entry.ledger, layer._flavour
         dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, flavour, sequences, positions, into, memory)
         if draw is not None and into is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 Bound = tuple[Callable[[Any], bool], str]
 
-AT_LEAST_ONE: Bound = (lambda x: 1 <= x < math.inf, "at least 1")
+AT_LEAST_ONE: Bound = (lambda x: 1 <= x < math.inf and x % 1 == 0, "a whole number and at least 1")
 POSITIVE: Bound = (lambda x: 0 < x < math.inf, "positive and finite")
 NOT_NEGATIVE: Bound = (lambda x: 0 <= x < math.inf, "finite and not negative")
 FINITE: Bound = (math.isfinite, "finite")
@@ -61,7 +61,7 @@ def verify_ranges(settings: Mapping[str, Any]) -> None:
         value = settings.get(name)
         if value is None and name != "num_generations":
             continue
-        if not (isinstance(value, Real) and holds(value)):
+        if isinstance(value, bool) or not isinstance(value, Real) or not holds(value):
             raise ValueError(f"{name}={value!r} must be {expected}.")
     for name, choices in CHOICES.items():
         if settings.get(name, choices[0]) not in choices:

@@ -309,7 +309,7 @@ def fisher(model, batch, single, isopo):
             expected[names[p]] = expected.get(names[p], 0) + part.view_as(p)
 
     for layer in isopo.layers:
-        if layer.kind == "any module" and layer.place_names()[0] in multipliers:  # else a second name, never used
+        if layer.kind == "any module" and layer.entry_names()[0] in multipliers:  # else a second name, never used
             parameters = [holder.get_parameter(name) for holder, name in layer.places]
             if any(_shared(model, p) for p in parameters):
                 raise NotImplementedError(f"{layer.name} shares a parameter, and autograd gives the sum of its uses")

@@ -18,7 +18,6 @@ from isopo_trl.settings.types import type_fields, typed
         (1, float, 1.0),
         (Fraction(1, 2), float, 0.5),
         (np.float32(0.5), float | None, 0.5),
-        (np.int8(3), float, 3.0),
         (np.int64(3), int, 3),
         (np.bool_(True), bool, True),
         (None, float | None, None),
@@ -27,14 +26,13 @@ from isopo_trl.settings.types import type_fields, typed
         (2, float | Any, 2.0),
         # No simple type: anything goes
         ("2", int | str, "2"),
-        ("2", Any, "2"),
         ([2], list[int], [2]),
     ],
     ids=str,
 )
-def test_value_becomes_pythons_own(value, annotation, expected):
+def test_a_value_becomes_pythons_own(value, annotation, expected):
     found = typed("strength", value, annotation)
-    assert found == expected and (type(found) is type(expected) or isinstance(value, str))
+    assert found == expected and type(found) is type(expected)
 
 
 @pytest.mark.parametrize(
@@ -48,22 +46,17 @@ def test_value_becomes_pythons_own(value, annotation, expected):
         (0, bool, "strength=0 is of type int: give True or False."),
         (None, str, "strength=None is of type NoneType: give a text."),
         (np.ones(2), float, "strength=array([1., 1.]) is of type ndarray: give a number."),
+        (10**400, float, f"strength=1{'0' * 27}...{'0' * 29} is too large: give a number that a float can hold."),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:30],
 )
-def test_value_of_another_type_is_refused_with_what_is_expected(value, annotation, expected):
+def test_a_value_of_another_type_is_refused_in_one_short_line(value, annotation, expected):
     with pytest.raises(ValueError) as error:
         typed("strength", value, annotation)
     assert str(error.value) == expected
 
 
-def test_long_values_are_cut_short():
-    with pytest.raises(ValueError) as error:
-        typed("strength", "x" * 10**6 + "\n" * 9, float)
-    assert len(str(error.value)) < 200
-
-
-def test_fields_of_a_frozen_dataclass_are_checked_but_for_defaults_of_its_own():
+def test_all_fields_or_those_named_are_typed_but_for_defaults_of_the_class():
     @dataclass(frozen=True)
     class Settings:
         strength: float = None

@@ -29,25 +29,18 @@ def write(folder, lines, age=0):
     return folder
 
 
+NOT_A_LOG = "is not a trainer_state.json of a Trainer"
 BROKEN = {
     "no file": (None, "cannot be read"),
-    "empty": ("", "is not a trainer_state.json"),
-    "broken": ('{"log_history": [', "is not a trainer_state.json"),
     "binary": (b"\xff\xfe\x00\x80", "cannot be read"),
-    "list": ("[1, 2]", "is not a trainer_state.json"),
-    "text": ('"log_history"', "is not a trainer_state.json"),
-    "other keys": ('{"history": []}', "is not a trainer_state.json"),
-    "null log": ('{"log_history": null}', "is not a trainer_state.json"),
-    "log of text": ('{"log_history": ["reward"]}', "is not a trainer_state.json"),
-    "line without step": ('{"log_history": [{"reward": 1.0}]}', "is not a trainer_state.json"),
-    "last line without step": (
-        '{"log_history": [{"reward": 1.0, "step": 1}, {"loss": 1.0}]}',
-        "is not a trainer_state",
-    ),
-    "reward of text": ('{"log_history": [{"step": 1, "reward": "much"}]}', "is not a trainer_state.json"),
-    "empty log": ('{"log_history": []}', "has none of reward, validation/accuracy, validation/kl"),
-    "another trainer": ('{"log_history": [{"loss": 1.0, "step": 1}]}', "has none of reward"),
-    "rewards of none": ('{"log_history": [{"step": 1, "reward": null}]}', "has none of reward"),
+    "broken": (b'{"log_history": [', NOT_A_LOG),
+    "list": (b"[1, 2]", NOT_A_LOG),
+    "other keys": (b'{"history": []}', NOT_A_LOG),
+    "null log": (b'{"log_history": null}', NOT_A_LOG),
+    "log of text": (b'{"log_history": ["reward"]}', NOT_A_LOG),
+    "line without step": (b'{"log_history": [{"reward": 1.0}]}', NOT_A_LOG),
+    "empty log": (b'{"log_history": []}', "has none of reward, validation/accuracy, validation/kl"),
+    "another trainer": (b'{"log_history": [{"loss": 1.0, "step": 1}]}', "has none of reward"),
 }
 
 
@@ -55,7 +48,7 @@ def broken(folder, case):
     content, message = BROKEN[case]
     file = folder / "trainer_state.json"
     if content is not None:
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        file.write_bytes(content)
     return file, message
 
 

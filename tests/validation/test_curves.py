@@ -39,16 +39,12 @@ def test_folder_without_a_log_is_refused_with_what_to_give(tmp_path):
 # Curves
 
 
-def test_curve_has_the_steps_at_which_its_figure_was_logged():
-    lines = [{"step": 0, KL: 0.0}, {"step": 1, REWARD: 0.5}, {"step": 2, REWARD: None}, {"step": 3, REWARD: 0.25}]
-    assert curve(lines, REWARD) == ([1, 3], [0.5, 0.25])
+def test_curve_has_the_last_value_of_each_step_at_which_its_figure_was_logged():
+    values = ((0, KL, 0.0), (1, REWARD, 0.1), (2, REWARD, None), (3, REWARD, 0.3), (4, REWARD, 0.4), (3, REWARD, 0.5))
+    lines = [{"step": step, name: value} for step, name, value in values]
+    assert curve(lines, REWARD) == ([1, 3, 4], [0.1, 0.5, 0.4])
     assert curve(lines, KL) == ([0], [0.0])
     assert curve(lines, ACCURACY) == ([], [])
-
-
-def test_of_a_step_that_was_logged_twice_the_last_value_counts():
-    lines = [{"step": step, REWARD: value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.4), (3, 0.5))]
-    assert curve(lines, REWARD) == ([1, 2, 3], [0.1, 0.4, 0.5])
 
 
 def test_picture_of_one_run_has_a_panel_for_each_curve_and_no_legend(figures, tmp_path):
@@ -64,43 +60,19 @@ def test_picture_of_one_run_has_a_panel_for_each_curve_and_no_legend(figures, tm
     assert width > 1000 and height > 300
 
 
-def test_picture_of_several_runs_has_a_line_for_each_with_its_name(figures, tmp_path):
-    logs = {"isopo": log(*CURVES), "grpo": log(*CURVES, shift=0.5), "third": log(*CURVES, steps=40)}
+def test_picture_of_several_runs_has_a_line_of_one_color_for_each_with_its_name_as_it_is(figures, tmp_path):
+    # Matplotlib would leave out names that begin with _, and take $ for a formula
+    logs = {name: log(*CURVES) for name in ("isopo", "_hidden", "$x^2$", "cost_$5")} | {"reward alone": log(REWARD)}
     draw(logs, str(tmp_path / "several.png"))
     (figure,) = figures
     for panel in figure.axes:
-        assert [line.get_label() for line in panel.lines] == list(logs)
-        assert len({line.get_color() for line in panel.lines}) == 3
-    assert legends(figure) == set(logs)
-    assert png_size(tmp_path / "several.png")[0] > 1000
+        assert [line.get_color() for line in panel.lines] == [f"C{number}" for number in range(len(logs))]
+    (legend,) = [panel.get_legend() for panel in figure.axes if panel.get_legend()]
+    assert [text.get_text() for text in legend.get_texts()] == list(logs)
+    assert not any(text.get_parse_math() for text in legend.get_texts())
 
 
 @pytest.mark.parametrize("names", [[REWARD], [ACCURACY, KL], [KL]])
 def test_curves_that_no_run_has_get_no_panel(names, figures, tmp_path):
     draw({"one": log(*names), "two": log(*names[:1])}, tmp_path / "missing.png")
     assert [panel.get_title() for panel in figures[0].axes] == [CURVES[name] for name in names]
-    png_size(tmp_path / "missing.png")
-
-
-def test_a_run_keeps_its_color_where_another_has_no_curve(figures, tmp_path):
-    draw({"without": log(REWARD), "with": log(*CURVES)}, tmp_path / "colors.png")
-    colors = {}
-    for panel in figures[0].axes:
-        for line in panel.lines:
-            colors.setdefault(line.get_label(), set()).add(line.get_color())
-    assert len(colors["with"]) == 1 and colors["with"].isdisjoint(colors["without"])
-
-
-def test_a_run_without_the_first_curve_is_in_the_legend(figures, tmp_path):
-    draw({"rewards": log(REWARD), "validation": log(ACCURACY)}, tmp_path / "legend.png")
-    assert legends(figures[0]) == {"rewards", "validation"}
-
-
-def test_names_with_signs_of_matplotlib_are_in_the_legend_as_they_are(figures, tmp_path):
-    names = ["_hidden", "$", "cost_$5", "$x^2$", "a%b\\c{", "", "plain"]
-    draw({name: log(REWARD) for name in names}, tmp_path / "names.png")
-    (legend,) = [panel.get_legend() for panel in figures[0].axes]
-    assert [text.get_text() for text in legend.get_texts()] == names
-    assert [line.get_color() for line in legend.get_lines()] == [f"C{number}" for number in range(len(names))]
-    assert not any(text.get_parse_math() for text in legend.get_texts())
-    png_size(tmp_path / "names.png")
