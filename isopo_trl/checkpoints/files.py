@@ -1,4 +1,4 @@
-"""Files of a checkpoint: the one that holds ISOPO's state, and those that are damaged."""
+"""Files of a checkpoint: which of them holds ISOPO's state, and which are damaged."""
 
 import json
 import zipfile

@@ -1,4 +1,4 @@
-"""Weights in a checkpoint: those that it lacks, and those that are saved in another form than the model has."""
+"""Weights that a checkpoint lacks, or has in another form than the model."""
 
 import functools
 import os

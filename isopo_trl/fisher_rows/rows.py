@@ -2,9 +2,10 @@
 The rows at which the Fisher metric is sampled, kept from one optimizer step to the next (`fisher_scope="step"`).
 
 A layer's rows are its inputs `a_j` and cotangents `g_j` at sampled positions. There are two sets of them: those of the
-last step, which every microbatch of this step is measured with, and those that this step collects for the next. Which
-positions these are is decided by priorities ([`~geometry.reservoir`]), once per microbatch; the backward of each layer
-then copies its rows. When the step is closed, ranks agree on the best of all of them and exchange their rows.
+last step, which every microbatch of this step is measured with, and the rows that this step collects for the next.
+Which positions are sampled is decided by priorities ([`~geometry.reservoir`]), once per microbatch; the backward of
+each layer then copies its rows. When the step is closed, ranks agree on the best of all of them and exchange their
+rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -242,17 +243,14 @@ class FisherRows:
         if self._loaded is not None:
             return self._loaded
         self._wait()
-        held = {index: layer for index, layer in sorted(self._layers.items()) if layer.held is not None}
+        rows = {index: layer.held.fields for index, layer in sorted(self._layers.items()) if layer.held is not None}
         return {
             "closed_steps": self.closed_steps,
             "samples": self.samples,
             "loss_scale": self._loss_scale,
-            "sequences": {index: layer.sequences for index, layer in held.items()},
+            "sequences": {index: self._layers[index].sequences for index in rows},
             # Copies, since what is held is written over
-            "rows": {
-                index: {name: x.to("cpu", copy=True) for name, x in layer.held.fields.items()}  # type: ignore[union-attr]
-                for index, layer in held.items()
-            },
+            "rows": {index: {name: x.to("cpu", copy=True) for name, x in of.items()} for index, of in rows.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> bool:

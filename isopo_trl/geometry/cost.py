@@ -61,8 +61,8 @@ def choose_strategy(
 ) -> Strategy:
     """
     The cheapest strategy by [`relative_costs`] whose memory stays bounded. Where `kernels` take gradients that are
-    kept, nothing else is cheaper for small ones: products between rows are some thirty launches, which take longer
-    than those `V_s` take to be written and read. They take larger ones as well, where the costs say so.
+    formed whole, nothing else is cheaper for small ones: products between rows are some thirty launches, which take
+    longer than those `V_s` take to be written and read. They take larger ones as well, where the costs say so.
     """
     size = m * p * d
     if kernels and size <= WHOLE_LIMIT:

@@ -123,7 +123,7 @@ def placed(offered: torch.Tensor, samples: Samples, slots: int) -> tuple[torch.T
 
 def replaced(held: torch.Tensor, offered: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Let the offered rows take the places of those that they beat.
+    Let the offered rows take the places of the rows that they beat.
 
     Args:
         held (`torch.Tensor`): `[n]`, priorities in the reservoir's slots.
@@ -165,7 +165,7 @@ class Source:
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """A row for each slot, `[n]`, also for those that get none."""
+        """A row for each slot, `[n]`, also where a slot gets none."""
         return self.numbers.clamp(min=0)
 
     @cached_property

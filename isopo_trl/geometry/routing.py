@@ -167,8 +167,8 @@ class Routing:
         assert self._sample_rows is not None
         return self._sample_rows
 
-    def kept_rows(self, samples: SampleRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for rows from before: their numbers among those of `samples`, `[n k, ...]`."""
+    def rows_from_before(self, samples: SampleRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for rows from before: their numbers among the `samples`' own, `[n k, ...]`."""
         experts, rows = samples.by_expert
         return rows, torch.searchsorted(experts, self._numbers)
 

@@ -158,7 +158,7 @@ class SampleRows:
 
     Args:
         g (`torch.Tensor`): `[n, p]`, their cotangents; of an elementwise parameter its gradients, and where samples
-            are whole sequences theirs; of experts `[n, k, p]`, at each of those that a position was sent to.
+            are whole sequences theirs; of experts `[n, k, p]`, at each expert that a position was sent to.
         a (`torch.Tensor`, *optional*): `[n, d]`, their inputs; of an embedding `[n]`, of experts `[n, k, d]`.
         choices (`torch.Tensor`, *optional*): `[n, k]`, the experts that they were sent to.
     """
@@ -174,7 +174,7 @@ class SampleRows:
 
     @property
     def fields(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """The rows that there are, by name."""
         named = {"g": self.g, "a": self.a, "choices": self.choices}
         return {name: x for name, x in named.items() if x is not None}
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 
-# Whether [`ISOPOTrainer`] has it so
+# Whether [`ISOPOTrainer`] runs backward passes there
 IN_CALLING_THREAD = True
 
 

@@ -58,8 +58,8 @@ def unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[No
             own.clear()
         yield
     finally:
-        for own, kept in hooks:
-            own.update(kept)
+        for own, hidden in hooks:
+            own.update(hidden)
         for module, name, value in counters:
             setattr(module, name, value)
 

@@ -50,7 +50,7 @@ def _expert_overlap_kernel(
     STRIDE_A: tl.constexpr,
     STRIDE_GS: tl.constexpr,
     STRIDE_AS: tl.constexpr,
-    KEPT: tl.constexpr,
+    FROM_BEFORE: tl.constexpr,
     BIAS: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -87,13 +87,13 @@ def _expert_overlap_kernel(
                 right += 1.0
             products = left * right
             total += tl.sum(products, 0)
-            if not KEPT:
+            if not FROM_BEFORE:
                 # A sample's own norm is its product with itself, in the one program that has it among its rows
                 own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
                 here = (sample >= begin) & (sample < tl.minimum(begin + BT, end))
                 tl.store(norms + j, own, mask=here)
         tl.store(overlaps + j, total, mask=have)
-    if KEPT:  # samples are rows of tensors of their own, and each program has its share of their norms
+    if FROM_BEFORE:  # samples are rows of tensors of their own, and each program has its share of their norms
         for q in range(tl.load(sample_bounds + e) + s * parts + part, last_sample, m * parts):
             of_sample = tl.load(samples + q)
             own = _square_sum(a_samples + of_sample * STRIDE_AS, ACC, D, ROW_D)
@@ -276,7 +276,7 @@ def _overlap_plan(
     E: int,
     parts: int,
     shape: tuple[int, int, int, int, int, int],
-    kept: bool,
+    from_before: bool,
     bias: bool,
     dtype: torch.dtype,
     device: torch.device,
@@ -285,7 +285,7 @@ def _overlap_plan(
     width, stages = _pipeline(dtype, device, _ROWS + _SAMPLES)
     widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
     of_row = (min(power_of_two(P), LARGE_BLOCK), min(power_of_two(D), LARGE_BLOCK))
-    constants = (*shape, kept, bias, *types_of(dtype), _ROWS, _SAMPLES, *widths, *of_row)
+    constants = (*shape, from_before, bias, *types_of(dtype), _ROWS, _SAMPLES, *widths, *of_row)
     return Plan((parts, m, E), constants, {"num_warps": 4, "num_stages": stages})
 
 
@@ -360,16 +360,16 @@ def expert_coefficients(
     sample_bounds, count = bounds, 0
     if needs.overlap:
         assert samples is not None
-        g_samples, a_samples, kept = g, a, isinstance(samples, SampleRows)
+        g_samples, a_samples, from_before = g, a, isinstance(samples, SampleRows)
         if isinstance(samples, SampleRows):
             g_samples, a_samples = samples.g, samples.inputs
-            rows, sample_bounds = routing.kept_rows(samples)
+            rows, sample_bounds = routing.rows_from_before(samples)
         else:
             rows, sample_bounds = routing.sample_rows(samples)
         count = len(rows)
         norms = ledger.scratch(g, "overlaps of experts", (m * parts + 1) * count)
         strides = (g_samples.stride(-2), a_samples.stride(-2))  # `[n, k, ...]` is `[n k, ...]`
-        plan = _overlap_plan(m, E, parts, (*shape, *strides), kept, bias, g.dtype, g.device)
+        plan = _overlap_plan(m, E, parts, (*shape, *strides), from_before, bias, g.dtype, g.device)
         tensors = (g, a, g_samples, a_samples, bounds, rows, sample_bounds, norms)
         launch(_expert_overlap_kernel, plan, tensors, (m, count))
     if needs.norm or needs.ntk:

@@ -110,12 +110,12 @@ def _overlap_with_rows_kernel(
         tl.store(norms + q, own)
         if STORE:
             if q < slots:
-                kept = tl.load(source + q)
-                if kept != _KEEP:
+                row = tl.load(source + q)
+                if row != _KEEP:
                     for start in range(0, D, ROW_D):
-                        _copy(a, a_out, kept, q, start, STRIDE_A, D, D, ROW_D)
+                        _copy(a, a_out, row, q, start, STRIDE_A, D, D, ROW_D)
                     for start in range(0, P, ROW_P):
-                        _copy(g, g_out, kept, q, start, STRIDE_G, P, P, ROW_P)
+                        _copy(g, g_out, row, q, start, STRIDE_G, P, P, ROW_P)
     t = block * BT + tl.arange(0, BT)
     real = t < T
     row = s.to(tl.int64) * T + t

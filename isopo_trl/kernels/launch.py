@@ -115,7 +115,7 @@ class Direct(NamedTuple):
 
     @classmethod
     def of(cls, compiled: Any) -> "Direct | None":
-        """For what Triton has compiled; `None` where this Triton is made in another way than those that are known."""
+        """The launcher of what Triton has compiled; `None` where it takes other arguments than are known."""
         try:
             run, active = compiled.run, triton.runtime.driver.active
             behind = (compiled.function, compiled.packed_metadata, None, None, None)

@@ -19,7 +19,10 @@ rule without statistics one backward is enough, of `sum_s c_s g^(s)`.
 
 Modules of this kind inside one another are run again together, as a [`SequenceGroup`], each with its own coefficients.
 That includes layers of other kinds inside of it that are not called, but whose weights are read by the module around
-them, as a Mamba mixer does with those of its convolution.
+them, as a Mamba mixer does with the weights of its convolution.
+
+This file is long because it promises to be exact for modules that nobody has seen: it asks nothing of their insides,
+so it must notice by itself what they call, share, checkpoint, draw at random and return.
 """
 
 import contextlib
@@ -369,7 +372,7 @@ class _Again:
         self.cotangents = [cotangents[i] for i in reached]
 
     def gradients(self, cotangents: list[torch.Tensor], last: bool) -> list[torch.Tensor]:
-        """Take a gradient of the outputs back to the parameters; zero for those that it does not reach."""
+        """Take a gradient of the outputs back to the parameters; zero where it does not reach one."""
         with _paused(self.current):  # for what is checkpointed inside, and run once more now
             found = torch.autograd.grad(
                 self.outputs, self.parameters, cotangents, retain_graph=not last, allow_unused=True

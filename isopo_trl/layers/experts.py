@@ -43,7 +43,7 @@ from .parameter_lora import Factor, verify_active
 
 IMPLEMENTATIONS = (None, "eager", "batched_mm", "grouped_mm")
 _DESCRIPTION = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gate", "config")
-# What those that do not describe themselves would say; for Llama 4's, see `is_dense`
+# What experts that do not describe themselves would say; for Llama 4's, see `is_dense`
 _UNSAID: dict[str, Any] = {"has_gate": True, "has_bias": False, "is_transposed": False}
 
 

@@ -142,18 +142,18 @@ class HeadTerms:
 def _backward_of_term(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any) -> Any:
     hidden, _, _, _, log_z, _ = ctx.saved_tensors
     ctx.microbatch.visit_in_term(ctx.layer.index)
-    kept = ctx.aside = take_aside(ctx) or HeadTerms()
+    terms = ctx.aside = take_aside(ctx) or HeadTerms()
     slopes, of_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
-    kept.slopes, kept.of_entropy = _sum_of(kept.slopes, slopes), _sum_of(kept.of_entropy, of_entropy)
+    terms.slopes, terms.of_entropy = _sum_of(terms.slopes, slopes), _sum_of(terms.of_entropy, of_entropy)
     if not ctx.needs_input_grad[0]:
         return None
     if len(hidden) == 0:
         return torch.zeros_like(hidden)
     if slopes is None or of_entropy is not None:
         return _hidden_gradient(ctx, slopes, of_entropy).to(hidden.dtype)
-    if kept.unit is None:
-        kept.unit = _hidden_gradient(ctx, torch.ones_like(log_z))
-    return (kept.unit * slopes.unsqueeze(1)).to(hidden.dtype)
+    if terms.unit is None:
+        terms.unit = _hidden_gradient(ctx, torch.ones_like(log_z))
+    return (terms.unit * slopes.unsqueeze(1)).to(hidden.dtype)
 
 
 def _hidden_gradient(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None = None) -> torch.Tensor:

@@ -43,7 +43,7 @@ def read_past_layers(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _actual(node: Any, readers: dict[Any, list[Any]]) -> list[Any]:
-    """Those that read what `node` gives, itself or what was handed on."""
+    """Readers of what `node` gives, itself or handed on."""
     direct = readers[node]
     handed_on = [further for reader in direct if _hands_on(reader) for further in _actual(reader, readers)]
     return [reader for reader in direct if not _hands_on(reader)] + handed_on

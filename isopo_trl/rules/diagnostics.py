@@ -24,7 +24,7 @@ _COSINES = ("of one prompt", "pairs of one prompt", "of others", "pairs of other
 
 class Diagnostics:
     """
-    Sums of a step's diagnostics; those that its rule has no statistics for are left out.
+    Sums of a step's diagnostics, as far as its rule has statistics for them.
 
     Args:
         rule ([`Rule`]): the rule.

@@ -25,7 +25,7 @@ from .rule import Coefficients, Expectations, Rule
 
 class Norms(NamedTuple):
     """
-    The norms of each sequence's gradient, `[m]` each, those that the rule needs.
+    The norms of each sequence's gradient that the rule needs, `[m]` each.
 
     Args:
         fisher: `F_s`.

@@ -213,7 +213,7 @@ class StepControl(TrainerCallback):
     # The optimizer
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Those that hold parameters; DeepSpeed has dropped others, and ZeRO-3 says of none what it holds."""
+        """Groups that hold parameters; DeepSpeed has dropped others, and ZeRO-3 says of none what it holds."""
         return [group for group in self._optimizer.param_groups if group["params"] or self._engine is not None]
 
     def _begin(self) -> None:

@@ -6,6 +6,10 @@ A graph reads its inputs, the model's parameters and its buffers where they lay 
 choices that were made then. So there is one for each shape of the inputs, they are dropped when a tensor of the model
 has moved or other adapters are in use, and what waits for the device, to choose by what it finds there, is not
 recorded at all. A pass that is not replayed is made as usual, whatever the reason.
+
+This file is long because nothing may go wrong in it: whatever a model does that a graph cannot follow (a tensor that
+moves, an adapter that is switched, a wait for the device, memory that is short) must end in an ordinary pass, and
+never in other numbers or in a broken stream.
 """
 
 import logging
@@ -117,7 +121,7 @@ class Replayed:
         return output.clone() if shared else output
 
     def _has_stayed(self, again: bool) -> bool:
-        """Whether passes can still be replayed; those that cannot are dropped."""
+        """Whether passes can still be replayed; graphs that cannot be are dropped."""
         state = self._state.anew() if again and self._state is not None else State.of(self.model)
         if self._state is not None and not state.is_that(self._state):
             self._moves += 1

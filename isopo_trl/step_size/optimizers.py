@@ -1,5 +1,5 @@
 """
-Which optimizers have steps that can be measured, and taken back along themselves: all but those that are listed here,
+Which optimizers have steps that can be measured, and taken back along themselves: all but the ones listed here,
 by the names that transformers has for them and, where an optimizer is given as an object, by its type.
 """
 
@@ -13,7 +13,7 @@ _OF_ITS_OWN = "it keeps a copy of the weights, from which it would go on as if t
 _LAYERWISE = ("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise")
 # Names of `optim` whose steps cannot be measured
 UNMEASURED = dict.fromkeys(("lomo", "adalomo", *_LAYERWISE, "apollo_adamw_layerwise"), _IN_BACKWARD)
-# and those that `target_kl` does not work with
+# Names of `optim` that `target_kl` does not work with
 REFUSED = {
     **UNMEASURED,
     **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _BETWEEN),

@@ -161,7 +161,7 @@ class Weighting(ABC):
 
     @classmethod
     def refusals_beside(cls, args: Any, chosen: "type[Weighting]") -> Iterator[tuple[bool, str]]:
-        """The same for settings of this weighting while another one is `chosen`."""
+        """Refusals of this weighting's settings while another one is `chosen`."""
         given = args.given(*cls.settings)
         yield (
             bool(given),
@@ -286,7 +286,7 @@ def named(name: str | None) -> type[Weighting]:
 
 
 def refusals(args: Any) -> Iterator[tuple[bool, str]]:
-    """All that the chosen weighting, and those that were not chosen, find wrong with the settings."""
+    """All that the weightings, chosen or not, find wrong with the settings."""
     chosen = named(args.token_weights)
     for other in WEIGHTINGS.values():
         if other is not chosen:

@@ -150,7 +150,7 @@ class Batch(dict):
 
 def _images_by_sequence(batch: dict[str, Any]) -> dict[str, Any]:
     """
-    A batch in which images are split by sequence. Those that are padded to a row per sequence (Idefics, SmolVLM) are
+    A batch in which images are split by sequence. Images that are padded to a row per sequence (Idefics, SmolVLM) are
     that already: TRL tells them by the number of rows, which may by chance be that of all images.
     """
     pixels, counts = batch.get("pixel_values"), batch.get("num_images") or ()
@@ -169,10 +169,10 @@ def together(batches: list[Batch], padding: int) -> list[Batch]:
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in (*TEXT, "tool_mask")}
     for batch in batches:
         for name, real in (("prompt", batch["prompt_mask"].bool()), ("completion", batch["completion_mask"].bool())):
-            rows[f"{name}_ids"] += [ids[kept] for ids, kept in zip(batch[f"{name}_ids"], real, strict=True)]
-            rows[f"{name}_mask"] += [kept.new_ones(int(kept.sum()), dtype=torch.long) for kept in real]
+            rows[f"{name}_ids"] += [ids[there] for ids, there in zip(batch[f"{name}_ids"], real, strict=True)]
+            rows[f"{name}_mask"] += [there.new_ones(int(there.sum()), dtype=torch.long) for there in real]
         own = batch.scored.new_ones(batch.scored.shape) if batch.get("tool_mask") is None else batch["tool_mask"]
-        rows["tool_mask"] += [mask[kept] for mask, kept in zip(own, batch["completion_mask"].bool(), strict=True)]
+        rows["tool_mask"] += [mask[there] for mask, there in zip(own, batch["completion_mask"].bool(), strict=True)]
     text = {
         name: pad(
             values,

@@ -23,6 +23,6 @@ def figures_apart(trainer: Any) -> Iterator[dict[str, list[float]]]:
 
 
 def add_all_to_log(trainer: Any, mode: str, figures: dict[str, list[float]]) -> None:
-    """Add figures that were kept [apart][figures_apart] to the log after all."""
+    """Add figures that were [set apart][figures_apart] to the log after all."""
     for name, values in figures.items():
         trainer._metrics[mode][name].extend(values)

@@ -62,13 +62,13 @@ class Scoring:
         images = {name: batch.get(name) for name in IMAGES}
         return self.score(self.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images)
 
-    def log_distributions(self, ids: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def log_distributions(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """
-        Logits `[B, len(kept), V]` of a pass without gradient, divided by the temperature: but for their normalisation,
-        the logarithms of the distributions that the tokens there are drawn from.
+        Logits `[B, len(places), V]` of a pass without gradient, divided by the temperature: but for their
+        normalisation, the logarithms of the distributions that the tokens there are drawn from.
         """
         with self._trainer.accelerator.autocast():
-            output = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=kept, use_cache=False)
+            output = self.model(input_ids=ids, attention_mask=mask, logits_to_keep=places, use_cache=False)
         return output.logits if self.temperature == 1 else output.logits.div_(self.temperature)
 
     def together(self, batches: list[Batch]) -> list[Batch]:

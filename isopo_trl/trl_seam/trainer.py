@@ -5,7 +5,7 @@ from .required import require
 
 get_config_model_id = require("trl.trainer.utils.get_config_model_id", "config")
 
-# Those that isopo_trl reads, sets, or borrows for the length of a call
+# What isopo_trl reads, sets, or borrows for the length of a call
 _ATTRIBUTES = (
     "_entropy_bonus_enabled",
     "_metrics",
