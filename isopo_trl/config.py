@@ -390,7 +390,9 @@ class ISOPOConfig(GRPOConfig):
         loading: Any = self.accelerator_config
         group: Any = self.num_generations
         steps = ", ".join(self.given("target_kl", "behaviour_kl", "log_step_kl"))
-        refused = optimizers.refuse_by_name(str(getattr(self.optim, "value", self.optim)), steps, bool(self.target_kl))
+        refused = optimizers.refusal_by_name(
+            str(getattr(self.optim, "value", self.optim)), steps, bool(self.target_kl)
+        )
         return [
             (
                 not 0 <= self.beta < _LARGEST,

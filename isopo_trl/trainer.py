@@ -397,6 +397,8 @@ class ISOPOTrainer(GRPOTrainer):
         trl_loss = TRLLoss(self, partial(super()._compute_loss, model))
         if not torch.is_grad_enabled():
             return self._evaluated(trl_loss, batch)
+        if self._is_seen_by_loss:
+            self._see(batch)
         if self.step_control is not None:
             self.step_control.score_early(self.state.global_step)
         # The loss sees the sign of the advantage, all that its logic depends on, and the layers its size. Where there
@@ -519,11 +521,22 @@ class ISOPOTrainer(GRPOTrainer):
         # The model's own mode does not tell an evaluation: continuous batching leaves it in that of training
         if not self._is_in_training_step:
             return inputs
-        microbatches, steps = self.current_gradient_accumulation_steps, self._optimizer_steps
+        if not self._is_seen_by_loss:
+            self._see(Batch(inputs))
+        if self.skipping is None:
+            return inputs
+        return self.skipping.next_microbatch(self.current_gradient_accumulation_steps, self._optimizer_steps)
+
+    @cached_property
+    def _is_seen_by_loss(self) -> bool:
+        """Whether a subclass has microbatches of its own, which nobody sees before the loss."""
+        return self.skipping is None and self._is_changed("_prepare_inputs")
+
+    def _see(self, batch: Batch) -> None:
+        """Show a microbatch to what measures steps: what a step does to sequences without an advantage counts, too."""
         if self.step_control is not None:
-            batch = Batch(inputs)
-            self.step_control.see(batch, self.state.global_step, microbatches, is_fresh(batch, steps))
-        return inputs if self.skipping is None else self.skipping.next_microbatch(microbatches, steps)
+            fresh = is_fresh(batch, self._optimizer_steps)
+            self.step_control.see(batch, self.state.global_step, self.current_gradient_accumulation_steps, fresh)
 
     def _generate_and_score_completions(self, inputs):
         needs_behaviour, training = self._needs_behaviour, self.model.training

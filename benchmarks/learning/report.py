@@ -690,44 +690,42 @@ def fisher_norm_tables(name: str, result: Result) -> list[str]:
     names = [*layers[0]["fisher"], "norm"]
     heads = [heading(n) for n in names]
     lines += table(["measured in", "step along", "n", *heads])
-    for where, along in itertools.product(("kl", "others"), (False, True)):
+    kinds = [layer["kind"] for layer in layers]
+    by_kind: dict[bool, list[str]] = {}
+    for where, unit in itertools.product(("kl", "others"), (False, True)):
         if layers[0][where][0] is None:
             continue
-        cells = [correlation_cell(layers, n, where, along) for n in names]
+        found = {n: [correlation(layer, n, where, unit) for layer in layers] for n in names}
         place = "itself" if where == "kl" else "others"
-        lines.append(row([place, "`V_s / abs(V_s)`" if along else "`V_s`", str(len(layers)), *cells]))
-    lines += ["", "By kind of layer, measured in the sequence itself, along `V_s`:", ""]
-    lines += by_kind(layers, names, heads, False)
-    lines += ["", "and along `V_s / |V_s|`:", ""]
-    lines += by_kind(layers, names, heads, True)
-    return [*lines, ""]
-
-
-def by_kind(layers: list[Result], names: list[str], heads: list[str], unit: bool) -> list[str]:
-    lines = table(["kind", "n", *heads])
-    for kind in unique(layer["kind"] for layer in layers):
-        own = [layer for layer in layers if layer["kind"] == kind]
-        lines.append(row([f"`{kind}`", str(len(own)), *(correlation_cell(own, n, "kl", unit) for n in names)]))
-    return lines
+        cells = [place, "`V_s / abs(V_s)`" if unit else "`V_s`", str(len(layers))]
+        lines.append(row([*cells, *map(median_cell, found.values())]))
+        if where == "kl":
+            by_kind[unit] = table(["kind", "n", *heads])
+            for kind in unique(kinds):
+                own = [number for number, other in enumerate(kinds) if other == kind]
+                cells = [median_cell([values[number] for number in own]) for values in found.values()]
+                by_kind[unit].append(row([f"`{kind}`", str(len(own)), *cells]))
+    lines += ["", "By kind of layer, measured in the sequence itself, along `V_s`:", "", *by_kind[False]]
+    return [*lines, "", "and along `V_s / |V_s|`:", "", *by_kind[True], ""]
 
 
 def heading(name: str) -> str:
     return {"all": "F, all positions", "reduced": "F, whole sequences", "norm": "N"}.get(name, f"F, {name}")
 
 
-def correlation_cell(layers: list[Result], name: str, where: str, unit: bool) -> str:
-    """Median over layers, or why there is none: divided by itself, a norm has no spread."""
-    if name == "norm" and unit:
-        return "none"
-    values = known(correlation(layer, name, where, unit) for layer in layers)
+def median_cell(correlations: list[float | None]) -> str:
+    """Median over layers, of those that have a correlation."""
+    values = known(correlations)
     return f"{median(values):.2f}" if values else "none"
 
 
 def correlation(layer: Result, name: str, where: str, unit: bool) -> float | None:
     """
     Rank correlation over sequences of a norm with the root of the divergence over the step's size, mean over the draws
-    of positions.
+    of positions. None of the length of the gradient along a step of length one: divided by itself, it has no spread.
     """
+    if name == "norm" and unit:
+        return None
     norm = layer["norm"]
     draws = [norm] if name == "norm" else layer["fisher"][name]
     measured = [max(divergence, 0) ** 0.5 / size for divergence, size in zip(layer[where], layer["size"], strict=True)]

@@ -1,5 +1,6 @@
 """The statistics of `learning.py report`: medians, paired differences with intervals, rank correlations, hulls."""
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -17,10 +18,28 @@ def bootstrap_interval(values: Sequence[float], level: float = 0.95) -> tuple[fl
     """Interval of the mean by resampling the values; None for fewer than `FEWEST`."""
     if len(values) < FEWEST:
         return None
-    draw = random.Random(0)
-    means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    chosen, often = _draws(len(values))
+    means = np.repeat([fmean(sample) for sample in np.array(values)[chosen].tolist()], often)
+    means.sort()
     tail = (1 - level) / 2
     return quantile(means, tail), quantile(means, 1 - tail)
+
+
+@functools.cache
+def _draws(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places of so many values in each resample, `[samples, count]`, and how many resamples are that one."""
+    chosen = random.Random(0).choices(range(count), k=RESAMPLES * count)
+    return np.unique(np.sort(np.reshape(chosen, (RESAMPLES, count))), axis=0, return_counts=True)
+
+
+@functools.cache
+def _crossed_draws(seeds: int, problems: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """How often each problem is drawn, `[resamples, problems]`, and which seeds are, `[resamples, seeds]`."""
+    draw, draws = np.random.default_rng(0), []
+    for _ in range(0, RESAMPLES, 1_000):  # a thousand at a time, for the memory
+        often = draw.multinomial(problems, np.full(problems, 1 / problems), 1_000)
+        draws.append((often.astype(np.int16), draw.integers(seeds, size=(1_000, seeds))))
+    return draws
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -46,12 +65,11 @@ def crossed_interval(differences: Sequence[Sequence[float]], level: float = 0.95
     """
     if len(differences) < FEWEST:
         return None
-    table, draw, means = np.array(differences), np.random.default_rng(0), []
+    table = np.array(differences, dtype=float)
     seeds, problems = table.shape
-    for _ in range(0, RESAMPLES, 1_000):  # a thousand at a time, for the memory
-        often = draw.multinomial(problems, np.full(problems, 1 / problems), 1_000)
-        chosen = draw.integers(seeds, size=(1_000, seeds))
-        means += ((often @ table.T)[np.arange(1_000)[:, None], chosen].mean(1) / problems).tolist()
+    means = []
+    for often, chosen in _crossed_draws(seeds, problems):
+        means += (np.take_along_axis(often @ table.T, chosen, 1).mean(1) / problems).tolist()
     means.sort()
     tail = (1 - level) / 2
     return quantile(means, tail), quantile(means, 1 - tail)
@@ -62,28 +80,17 @@ def bits(right: str, count: int) -> list[int]:
     return [int(bit) for bit in f"{int(right, 16):0{count}b}"]
 
 
-def ranks(values: Sequence[float]) -> list[float]:
+def ranks(values: Sequence[float]) -> np.ndarray:
     """From 1; equals share the mean of theirs."""
-    ordered = sorted(range(len(values)), key=lambda place: values[place])
-    result = [0.0] * len(values)
-    start = 0
-    while start < len(ordered):
-        end = start
-        while end < len(ordered) and values[ordered[end]] == values[ordered[start]]:
-            end += 1
-        for place in ordered[start:end]:
-            result[place] = (start + 1 + end) / 2
-        start = end
-    return result
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Rank correlation; None where one side has no spread."""
-    first, second = ranks(x), ranks(y)
-    a, b = fmean(first), fmean(second)
-    both = sum((i - a) * (j - b) for i, j in zip(first, second, strict=True))
-    scale = math.sqrt(sum((i - a) ** 2 for i in first) * sum((j - b) ** 2 for j in second))
-    return both / scale if scale else None
+    first, second = (of_side - of_side.mean() for of_side in (ranks(x), ranks(y)))
+    scale = math.sqrt((first @ first) * (second @ second))
+    return float(first @ second) / scale if scale else None
 
 
 def hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -95,13 +95,12 @@ class Switch(TrainerCallback):
         self._made += 1
         if self._made % self._steps:
             return
-        parts = [(self._control, name) for name in ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")]
-        parts += [(self._control.kl, name) for name in ("note", "score_early")]
-        for part, name in parts:
-            if name in vars(part):
-                delattr(part, name)
+        events = ("on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
+        for name in (*events, "see", "score_early"):
+            if name in vars(self._control):
+                delattr(self._control, name)
             else:
-                setattr(part, name, lambda *args, **kwargs: None)
+                setattr(self._control, name, lambda *args, **kwargs: None)
         self._control.size.load_state_dict(self._state)
 
 

@@ -13,10 +13,6 @@ import torch
 from torch import nn
 
 
-# Whether [`ISOPOTrainer`] runs backward passes there
-IN_CALLING_THREAD = True
-
-
 def is_on_one_device(model: nn.Module) -> bool:
     """Whether all parameters are on one device; over several, their threads launch work side by side."""
     return len({p.device for p in model.parameters()}) <= 1
@@ -24,4 +20,4 @@ def is_on_one_device(model: nn.Module) -> bool:
 
 def calling_thread(allowed: bool = True) -> AbstractContextManager[Any]:
     """Context in which backward passes run in the thread that asks for them, if that is `allowed`."""
-    return torch.autograd.set_multithreading_enabled(False) if IN_CALLING_THREAD and allowed else nullcontext()
+    return torch.autograd.set_multithreading_enabled(False) if allowed else nullcontext()

@@ -20,7 +20,7 @@ def kernels(model: nn.Module, config: dict[str, Any] | None, twice: str = "") ->
 
     Raises `ValueError` where `config` asks for one of these.
     """
-    config = dict(config or {})
+    config = config or {}
     gates = [name for name in _GATES if config.get(name)] if twice else []
     if gates:
         raise ValueError(

@@ -89,7 +89,7 @@ class StepControl(TrainerCallback):
 
     def see(self, batch: Batch, step: int, microbatches: int, fresh: bool) -> None:
         """
-        Take note of a microbatch as it was generated: what a step does to sequences without an advantage counts, too.
+        Take note of a microbatch of the step.
 
         Args:
             batch ([`Batch`]): the microbatch.

@@ -24,7 +24,7 @@ _CLASSES_IN_BACKWARD = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}
 _CLASSES_WITH_COPIES = {"CPUOffloadOptimizer"}
 
 
-def refuse_by_name(optim: str, given: str, has_target: bool) -> str | None:
+def refusal_by_name(optim: str, given: str, has_target: bool) -> str | None:
     """
     Why the optimizer of a name of `optim` is refused, if it is.
 

@@ -140,7 +140,7 @@ def train(output, rule, weights, stage=None, **settings):
     logs = [log for log in run.state.log_history if "loss" in log]
     result = {"logs": logs, "wrapped": type(run.model_wrapped).__name__}
     if run.step_control is not None:
-        result["bytes_kept"] = run.step_control._kept.bytes
+        result["bytes_kept"] = run.step_control._way_back.bytes
     return run.model, run.isopo, result
 
 

@@ -12,7 +12,6 @@ import warnings
 
 import pytest
 import torch
-from packaging.version import Version
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig
@@ -26,6 +25,7 @@ from isopo_trl.integrations.autograd_thread import calling_thread
 from isopo_trl.kernels import halves, launch, linear, v
 from isopo_trl.kernels.coefficients import Entry
 from isopo_trl.step_size import cuda_graphs, measurement, precise_forward
+from isopo_trl.trl_seam.batch import Batch
 from tests import oracle, tiny, training
 from tests.gradients import architectures
 from tests.kernels import batches
@@ -453,14 +453,9 @@ def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
     assert (results[1] - results[0]).norm() / results[0].norm() < 0.1
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["added apart", "added at once"])
 @pytest.mark.parametrize("size", [1e-5, 1e-7])
-def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size, adds, monkeypatch):
+def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size):
     """In TF32 alone it is lost."""
-    if not adds:
-        monkeypatch.setattr(precise_forward, "adds_halves", lambda device: False)
-    elif not precise_forward.adds_halves(torch.device("cuda:0")):
-        pytest.skip("not with this PyTorch")
     generator = torch.Generator("cuda").manual_seed(0)
     x, weight = (torch.randn(192, 256, device="cuda", generator=generator).bfloat16().float() for _ in range(2))
     weight = weight / 64
@@ -478,12 +473,6 @@ def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size, adds, monkey
         assert error(precise_forward.linear) < 0.05 + rounding
     with precise_forward.products(tf32=True):
         assert error(torch.nn.functional.linear) > 0.2
-
-
-def test_pytorch_makes_products_of_float16_in_float32_and_adds_them_from_2_10_on():
-    device = torch.device("cuda:0")
-    assert precise_forward.multiplies_halves(device)
-    assert precise_forward.adds_halves(device) == (Version(torch.__version__) >= Version("2.10"))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -689,21 +678,24 @@ def test_steps_are_measured_the_same_with_replay_and_without(lora, tmp_path, mon
     trainer = trainer_for(qwen3(lora), tmp_path, log_step_kl=True, step_kl_share=1.0, temperature=0.9)
     optimizer = torch.optim.AdamW([p for p in trainer.model.parameters() if p.requires_grad], lr=1e-3)
     generator = torch.Generator().manual_seed(0)
-    kl, plain = trainer.step_control.kl, measurement.StepKL(trainer, 1.0)
+    kl = trainer.step_control.kl
+    plain = measurement.StepKL(kl._scoring, kl._precise, trainer.accelerator, share=1.0, seed=trainer.args.seed)
     plain._replayed = Never(trainer.model)
     recorded = early = 0
     for step in range(10):
         lengths = torch.randint(1, 100, (4,), generator=generator).tolist()
         batch = oracle.random_batch([3, 1, 5, 4], lengths, 100, seed=step)
         inputs = {name: value.cuda() for name, value in batch.for_trl().items()}
+        inputs["advantages"] = inputs["advantages"].float()
         kl.begin()
-        trainer.compute_loss(trainer.model, {**inputs, "advantages": inputs["advantages"].float()}).backward()
+        trainer.step_control.see(Batch(inputs), step, 1, fresh=True)
+        trainer.compute_loss(trainer.model, inputs).backward()
         trainer.isopo.end()
         plain._batches = kl._batches
-        plain.score()
-        kl.score_early()
+        plain.score(step)
+        trainer.step_control.score_early(step)
         early += bool(kl._before)
-        kl.score()
+        kl.score(step)
         optimizer.step()
         optimizer.zero_grad()
         expected = plain.measure()
