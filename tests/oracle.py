@@ -10,6 +10,7 @@ and the samples of its Fisher metric are the `V` of all sequences. Which paramet
 test to say: `whole`, a list of parameters by name.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 
@@ -86,83 +87,166 @@ def token_weights(batch, loss_type="dapo", accumulation=1, max_completion_length
     return weights / accumulation
 
 
+def token_logps(model, batch):
+    """Log-probabilities `[B, C]` of the completions' tokens, from a plain forward pass."""
+    ids, C = batch.input_ids, batch.completion_ids.shape[1]
+    logits = model(input_ids=ids, attention_mask=batch.attention_mask, use_cache=False).logits[:, :-1]
+    return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)[:, -C:]
+
+
+def packed(batch, weights, dtype=torch.float64):
+    """
+    The sequences two to a row: tokens, sequences' numbers (-1 is padding), position ids and weights of tokens, all
+    `[rows, T]`, and an attention mask of the `dtype` that keeps sequences apart.
+    """
+    B, P = batch.prompt_ids.shape
+    T = batch.input_ids.shape[1]
+    real = batch.attention_mask.bool()
+
+    def laid_out(x, fill):
+        rows = [torch.cat([x[s][real[s]] for s in range(first, min(first + 2, B))]) for first in range(0, B, 2)]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+
+    numbers = laid_out(torch.arange(B).unsqueeze(1).expand(B, T), -1)
+    apart = (numbers.unsqueeze(2) != numbers.unsqueeze(1)) | torch.ones(2 * [numbers.shape[1]]).triu(1).bool()
+    mask = torch.zeros(apart.shape, dtype=dtype).masked_fill(apart, torch.finfo(dtype).min).unsqueeze(1)
+    weights = torch.cat([weights.new_zeros(B, P), weights], 1)
+    return laid_out(batch.input_ids, 0), numbers, laid_out(torch.arange(T).expand(B, T), 0), laid_out(weights, 0), mask
+
+
+@contextlib.contextmanager
+def float64_throughout():
+    """Models go to float32 in places, whatever they are given; here they cannot."""
+    kept = torch.Tensor.float, torch.float, torch.float32
+    torch.Tensor.float, torch.float, torch.float32 = torch.Tensor.double, torch.float64, torch.float64
+    try:
+        yield
+    finally:
+        torch.Tensor.float, torch.float, torch.float32 = kept
+
+
+# Gradients of single positions
+
+
 def trained_modules(model):
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-    }
+    return {name: module for name, module in model.named_modules() if trained(module)}
 
 
-def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8, whole=None, inputs=None):
-    """
-    Per use of trained parameters, per sequence: `G` `[positions, parameters of the module]`, with the columns of the
-    padded batch as positions (zero where there is none). `rounding` is what the model's own arithmetic may lose;
-    `None` where it loses too much for autograd's whole to be compared with the sum. Uses in `whole` have one position.
-    `inputs(s, columns)` are the model's for sequence s beside its tokens; by default the columns as positions.
-    """
-    whole = whole or {}
-    apart = {p for parameters in whole.values() for p in parameters}
-    modules = {name: m for name, m in trained_modules(model).items() if not apart.issuperset(_trained(m))}
-    B, T = batch.input_ids.shape
-    P = batch.prompt_ids.shape[1]
-    result = {name: [] for name in (*modules, *whole)}
-    for s in range(B):
-        columns = batch.attention_mask[s].nonzero().squeeze(1)
-        seen, handles = {}, []
-        for name, module in modules.items():
-
-            def remember(module, args, output, name=name, seen=seen):
-                output = output.clone()
-                output.retain_grad()
-                seen.setdefault(name, []).append((tuple(x.detach() for x in args), output))
-                return output
-
-            handles.append(module.register_forward_hook(remember))
-        ids = batch.input_ids[s : s + 1, columns]
-        others = {"position_ids": columns.unsqueeze(0)} if inputs is None else inputs(s, columns)
-        logits = model(input_ids=ids, use_cache=False, **others).logits[:, -len(columns) :] / temperature
-        for handle in handles:
-            handle.remove()
-        logps = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-        scored = columns[1:] >= P
-        loss = -(logps[scored] * weights[s, columns[1:][scored] - P]).sum()
-        model.zero_grad()
-        loss.backward()
-        for name, parameters in whole.items():
-            result[name].append(torch.cat([p.grad.reshape(1, -1) for p in parameters], dim=1))
-        totals = {}
-        for name, module in modules.items():
-            runs = [run for run in seen[name] if run[1].grad is not None]
-            assert len(runs) == 1, f"{name} ran {len(runs)} times"
-            inputs_there, output = runs[0]
-            G = _module_gradients(module, inputs_there, output.grad, len(columns))
-            padded = G.new_zeros(T, G.shape[1])
-            padded[columns] = G
-            result[name].append(padded)
-            flat = iter(padded.sum(0).split([p.numel() for p in _trained(module)]))
-            for p in _trained(module):
-                totals[p] = totals.get(p, 0) + next(flat)
-        for p, total in totals.items() if rounding is not None else ():  # agrees with autograd on the whole
-            torch.testing.assert_close(total, p.grad.reshape(-1), rtol=rounding, atol=1e-4 * rounding)
-    return {name: torch.stack(rows) for name, rows in result.items()}  # [B, T, parameters]
-
-
-def _trained(module):
+def trained(module):
     return [p for p in module.parameters(recurse=False) if p.requires_grad]
 
 
-def _module_gradients(module, inputs, grad, positions):
-    parameters = _trained(module)
-    axis = next(a for a in (1, 2) if inputs[0].shape[a] == positions and grad.shape[a] == positions)
+@contextlib.contextmanager
+def remembered(modules):
+    """All calls of the modules, by name: `(args, kwargs, outputs)`, where outputs have a gradient after a backward."""
+    seen, handles = {name: [] for name in modules}, []
+    for name, module in modules.items():
+
+        def remember(module, args, kwargs, output, calls=seen[name]):
+            several = isinstance(output, tuple)
+            outputs = list(map(_copied, output if several else (output,)))
+            for y in outputs:
+                if isinstance(y, torch.Tensor) and y.requires_grad:
+                    y.retain_grad()
+            calls.append(([_detached(x) for x in args], {n: _detached(x) for n, x in kwargs.items()}, outputs))
+            handed = tuple(map(_copied, outputs))  # since some families go on in place
+            return handed if several else handed[0]
+
+        handles.append(module.register_forward_hook(remember, with_kwargs=True))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copied(x):
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def _detached(x):
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def at_positions(module, parameters, calls, positions, experts=1):
+    """`[positions, numbers]`: the module is called again on each position of its only call that has a gradient."""
+    calls = [call for call in calls if any(isinstance(y, torch.Tensor) and y.grad is not None for y in call[2])]
+    assert len(calls) == 1, f"{len(calls)} calls"
+    ((args, kwargs, outputs),) = calls
     rows = []
     for t in range(positions):
-        at = slice(t, t + 1)
-        index = (slice(None),) * axis + (at,)
-        output = module(*(x[index] for x in inputs))
-        gradients = torch.autograd.grad(output, parameters, grad[index])
-        rows.append(torch.cat([g.reshape(-1) for g in gradients]))
+
+        def at(x, t=t):
+            return _at(x, t, positions, experts)
+
+        ys = module(*map(at, args), **{name: at(x) for name, x in kwargs.items()})
+        pairs = [
+            (y, at(whole.grad))
+            for y, whole in zip(ys if isinstance(ys, tuple) else (ys,), outputs, strict=True)
+            if isinstance(whole, torch.Tensor) and whole.grad is not None
+        ]
+        here, there = zip(*pairs, strict=True)
+        gradients = torch.autograd.grad(here, parameters, there, allow_unused=True)
+        flat = zip(parameters, gradients, strict=True)
+        rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in flat]))
     return torch.stack(rows)
+
+
+def _at(x, t, positions, experts):
+    if not isinstance(x, torch.Tensor):
+        return x
+    if experts > 1 and x.dim():  # all positions of one expert, then those of the next
+        return x.view(experts, positions, -1)[:, t]
+    for axis in (0, 1) if x.dim() == 2 else (1, 2, 0, 3):
+        if axis < x.dim() and x.shape[axis] == positions:
+            return x.narrow(axis, t, 1)
+    return x  # the same for all positions; what is not is noticed by the sum over them
+
+
+def position_gradients(model, batch, weights, temperature=1.0, rounding=1e-8, whole=None, inputs=None, units=None):
+    """
+    Per use of trained parameters, per sequence: `G` `[B, positions, numbers]`, with the columns of the padded batch as
+    positions (zero where there is none).
+
+    Args:
+        rounding: what the model's own arithmetic may lose; `None` where it loses too much for autograd's whole to be
+            compared with the sum.
+        whole: by name, parameters that have one position.
+        inputs: `inputs(s, columns)` are the model's for sequence s beside its tokens; by default the columns as
+            positions.
+        units: by name, a module that is called and the parameters that its call uses; by default every module that has
+            trained parameters, and those.
+    """
+    whole = whole or {}
+    apart = {p for parameters in whole.values() for p in parameters}
+    units = units or {name: (module, trained(module)) for name, module in trained_modules(model).items()}
+    units = {name: unit for name, unit in units.items() if not apart.issuperset(unit[1])}
+    T, P = batch.input_ids.shape[1], batch.prompt_ids.shape[1]
+    result = {name: [] for name in (*units, *whole)}
+    for s in range(len(weights)):
+        columns = batch.attention_mask[s].nonzero().squeeze(1)
+        ids = batch.input_ids[s : s + 1, columns]
+        others = {"position_ids": columns.unsqueeze(0)} if inputs is None else inputs(s, columns)
+        with remembered({name: module for name, (module, _) in units.items()}) as seen:
+            logits = model(input_ids=ids, use_cache=False, **others).logits[0, -len(columns) : -1] / temperature
+        logps = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        scored = columns[1:] >= P
+        model.zero_grad()
+        (-(logps[scored] * weights[s, columns[1:][scored] - P]).sum()).backward()
+        for name, parameters in whole.items():
+            result[name].append(torch.cat([p.grad.reshape(1, -1) for p in parameters], dim=1))
+        totals = {}
+        for name, (module, parameters) in units.items():
+            G = at_positions(module, parameters, seen[name], len(columns))
+            result[name].append(G.new_zeros(T, G.shape[1]).index_copy(0, columns, G))
+            for p, total in zip(parameters, G.sum(0).split([p.numel() for p in parameters]), strict=True):
+                totals[p] = totals.get(p, 0) + total
+        for p, total in totals.items() if rounding is not None else ():  # agrees with autograd on the whole
+            torch.testing.assert_close(total, p.grad.reshape(-1), rtol=rounding, atol=1e-4 * rounding)
+    return {name: torch.stack(rows) for name, rows in result.items()}
+
+
+# The formulas
 
 
 EXPONENTS = {
@@ -269,7 +353,7 @@ def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, who
         samples = V if name in whole else G[name].reshape(-1, V.shape[1])[rows]
         history = None if histories is None else histories[name]
         c = coefficients(V, samples, batch.advantages, rule, history=history, **settings)
-        parameters = whole[name] if name in whole else _trained(modules[name])
+        parameters = whole[name] if name in whole else trained(modules[name])
         flat = iter((c @ V).split([p.numel() for p in parameters]))
         for p in parameters:
             gradient = next(flat).view_as(p)

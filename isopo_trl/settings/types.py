@@ -4,6 +4,7 @@ YAML file or NumPy hands over texts and scalars that would go wrong much later.
 """
 
 import dataclasses
+import inspect
 import numbers
 import reprlib
 from collections.abc import Callable, Iterable
@@ -52,11 +53,15 @@ def type_fields(settings: Any, names: Iterable[str] | None = None) -> None:
         settings: an object of a dataclass, frozen or not.
         names (`Iterable[str]`, *optional*): of the fields; all of them if `None`.
     """
-    fields = {field.name: field for field in dataclasses.fields(settings)}
-    for name in fields if names is None else names:
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    # As they were written: a parser of command lines replaces the types of fields, and forgets `| None`
+    annotations: dict[str, Any] = {}
+    for parent in reversed(type(settings).__mro__):
+        annotations |= inspect.get_annotations(parent)
+    for name in defaults if names is None else names:
         value = getattr(settings, name)
-        if value is not fields[name].default:  # a class may break its own word
-            object.__setattr__(settings, name, typed(name, value, fields[name].type))
+        if value is not defaults[name]:  # a class may break its own word
+            object.__setattr__(settings, name, typed(name, value, annotations[name]))
 
 
 def shown(value: Any) -> str:

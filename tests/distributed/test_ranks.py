@@ -176,16 +176,16 @@ def test_settings_of_deepspeed_that_have_no_steps_of_a_given_length_are_refused_
 
 def assert_gradients_of_the_step(two, rule, lora):
     first, second = two
-    model = step_scope.build(lora)
-    expected = step_scope.expectation(lora, rule, "content")[-1]
+    model = step_scope.build("qwen3", lora)
+    expected = step_scope.expectation(lora, rule, by_content=True)[-1]
     for name, p in model.named_parameters():
         if p.requires_grad:
             p.grad = first["gradients"][name]
     step_scope.check(model, step_scope.of(model, expected))
-    model = step_scope.build(lora)
+    model = step_scope.build("qwen3", lora)
     isopo = ISOPO(model, rule, seed=42, fisher_samples=step_scope.SAMPLES, fisher_scope="step")
     for step in range(step_scope.STEPS):
-        step_scope.run_step(model, isopo, step_scope.batch_of(step), [16])
+        step_scope.run_step(model, isopo, step_scope.batch_of(step), [step_scope.SEQUENCES])
     one = isopo.state_dict()["rows"]["rows"]
     for layer, rows in first["rows"].items():
         for name, x in rows.items():
@@ -193,10 +193,10 @@ def assert_gradients_of_the_step(two, rule, lora):
             torch.testing.assert_close(x, one[layer][name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("name", runs("step"))
-def test_ranks_that_cut_a_step_in_their_own_ways_have_the_gradients_of_the_definition(name, results, monkeypatch):
+def test_ranks_that_cut_a_step_in_their_own_ways_have_the_gradients_of_the_definition(name, results):
     _, rule, weights = name.split("-")
-    step_scope.in_float64(monkeypatch)
     assert_gradients_of_the_step(ranks(results, name), rule, weights == "lora")
 
 

@@ -306,19 +306,18 @@ def loop(output, rule, weights, shard, **settings):
 
 
 def step(rule, weights):
-    """The gradients of the last of three steps of 16 sequences, eight on each rank, in float64."""
+    """The gradients of the last of three steps of eight sequences, four on each rank, in float64."""
     if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
         torch.distributed.init_process_group("gloo")
-    with MonkeyPatch.context() as patch:
-        step_scope.in_float64(patch)
-        model = step_scope.build(weights == "lora")
+    with oracle.float64_throughout():
+        model = step_scope.build("qwen3", weights == "lora")
         isopo = ISOPO(model, rule, seed=42, fisher_samples=step_scope.SAMPLES, fisher_scope="step")
         for number in range(step_scope.STEPS):
             batch = step_scope.batch_of(number)
-            own = slice(RANK * 16 // WORLD, (RANK + 1) * 16 // WORLD)
+            own = slice(RANK * step_scope.SEQUENCES // WORLD, (RANK + 1) * step_scope.SEQUENCES // WORLD)
             weights_of_tokens = step_scope.WEIGHTS(batch)[own]
             # The ranks' own ways to cut
-            cut = [4, 4] if RANK == 0 else [1, 7]
+            cut = [2, 2] if RANK == 0 else [1, 3]
             step_scope.run_step(model, isopo, batch.part(own), cut, weights=weights_of_tokens)
         rows = isopo.state_dict()["rows"]["rows"]
         isopo.detach()

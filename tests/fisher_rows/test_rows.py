@@ -6,14 +6,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isopo_trl import ISOPO
-from isopo_trl.checkpoints import files
 from isopo_trl.fisher_rows.rows import FisherRows
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import Sequences
-from tests import oracle, tiny, training
+from tests import oracle
 from tests.fisher_rows.test_step_scope import sampled_positions
 
 
@@ -89,6 +87,7 @@ def test_a_step_with_few_positions_leaves_no_rows_of_older_steps_behind():
 
 
 def test_a_resumed_run_goes_on_bit_for_bit():
+    """The memory of the rows that were saved is filled again by later steps of the run that saved them."""
     steps = [Step(number) for number in range(5)]
     model, isopo = attached(scale="relative", regularization=0.1)
     saved = None
@@ -98,26 +97,10 @@ def test_a_resumed_run_goes_on_bit_for_bit():
             saved = isopo.state_dict()
     again, resumed = attached(scale="relative", regularization=0.1)
     resumed.load_state_dict(saved)
-    for found, expected in zip(flat(resumed.state_dict()), flat(saved), strict=True):
-        assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
     for step in steps[3:]:
         step.run(again, resumed, (0.5,) * B)
     assert torch.equal(again[0].weight.grad, model[0].weight.grad)
     assert torch.equal(resumed._running.mean, isopo._running.mean)
-
-
-def test_what_was_saved_is_not_written_over():
-    model, isopo = attached()
-    Step(0).run(model, isopo)
-    saved = isopo.state_dict()["rows"]["rows"][0]["g"]
-    before = saved.clone()
-    Step(1).run(model, isopo)
-    assert torch.equal(saved, before)
-
-
-def flat(state):
-    for value in state.values():
-        yield from flat(value) if isinstance(value, dict) else (value,)
 
 
 def loaded(caplog, state, **settings):
@@ -154,6 +137,15 @@ def by_microbatch(step):
     return sum(own).view(2, D)
 
 
+def test_nothing_else_is_said_of_rows_that_are_not_needed(caplog):
+    assert loaded(caplog, attached()[1].state_dict())[2] == []  # before the first step
+    model, isopo = attached()
+    Step(0).run(model, isopo)
+    _, isopo, said = loaded(caplog, isopo.state_dict(), fisher_scope="microbatch")
+    assert len(said) == 1 and "fisher_scope='step' to 'microbatch'" in said[0]
+    assert isopo.state_dict()["rows"] is None
+
+
 def test_what_are_no_rows_is_refused_and_changes_nothing():
     model, isopo = attached()
     Step(0).run(model, isopo)
@@ -174,18 +166,6 @@ def test_rows_of_another_shape_are_told():
     with pytest.raises(RuntimeError, match=r"shape \[3\].*'g': \[2\].*another model"):
         with resumed.microbatch(step.advantages, attention_mask=step.mask):
             other(step.x).sum().backward()
-
-
-def test_a_state_from_before_the_first_step_says_nothing(caplog):
-    assert loaded(caplog, attached()[1].state_dict())[2] == []
-
-
-def test_rows_that_were_kept_say_nothing_in_a_run_by_the_microbatch_but_the_change(caplog):
-    model, isopo = attached()
-    Step(0).run(model, isopo)
-    _, isopo, said = loaded(caplog, isopo.state_dict(), fisher_scope="microbatch")
-    assert len(said) == 1 and "fisher_scope='step' to 'microbatch'" in said[0]
-    assert isopo.state_dict()["rows"] is None
 
 
 def test_a_step_that_is_not_finite_leaves_no_rows():
@@ -286,32 +266,6 @@ def test_a_term_without_an_advantage_is_added_as_it_is_and_leaves_no_rows():
     check(model, steps[2].expected(steps[1].rows(6)))
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-def test_closing_a_step_takes_as_many_operations_for_two_layers_as_for_five():
-    taken = []
-    for layers in (2, 5):
-        kept = FisherRows(6)
-        for number in range(3):
-            step = Step(number)
-            draw = kept.draw(step.mask != 0, Sequences.regular(B, T), torch.arange(B), 1.0)
-            for layer in range(layers):
-                draw.collect(layer, {"g": step.g.flatten(0, 1), "a": step.x.flatten(0, 1)})
-            kept.commit(draw, unreached=[])
-            with Operations() as operations:
-                kept.close()
-        taken.append(operations.names)
-    assert taken == [["aten._foreach_zero_.default"]] * 2
-
-
 def test_the_order_of_experts_is_that_of_the_rows_of_the_step():
     """Memory comes back after two steps, with other rows in it."""
     kept, generator = FisherRows(6), torch.Generator().manual_seed(0)
@@ -324,42 +278,8 @@ def test_the_order_of_experts_is_that_of_the_rows_of_the_step():
         samples = kept.held(0)
         kept.commit(draw, unreached=[])
         if samples is not None:
-            rows, bounds = routing.kept_rows(samples)
+            rows, bounds = routing.rows_from_before(samples)
             for expert in range(4):
                 assert (samples.choices.flatten()[rows[bounds[expert] : bounds[expert + 1]]] == expert).all()
             assert bounds[-1] == 12
         kept.close()
-
-
-def test_nothing_is_drawn_from_the_global_stream():
-    before = torch.get_rng_state()
-    model, isopo = attached()
-    state = torch.get_rng_state()  # the layer's initial weights are
-    Step(0).run(model, isopo)
-    assert torch.equal(torch.get_rng_state(), state) and not torch.equal(before, state)
-
-
-# The trainer
-
-
-def test_a_trainer_that_resumes_ends_with_the_weights_of_an_unbroken_run_bit_for_bit(tmp_path):
-    settings = {
-        "fisher_scope": "step",
-        "fisher_samples": 9,
-        "rule": "fig4",
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "gradient_accumulation_steps": 3,
-        "per_device_train_batch_size": 1,
-    }
-    whole = training.build(tmp_path, data=tiny.prompts(8), **settings)
-    whole.train()
-    expected = {name: p.detach().clone() for name, p in whole.model.named_parameters()}
-    state = torch.load(tmp_path / "checkpoint-2" / files.STATE_FILE)
-    rows = state["rows"]["rows"]
-    assert len(rows) == len(whole.isopo.layers) and all(len(of["g"]) == 9 for of in rows.values())
-    resumed = training.build(tmp_path, data=tiny.prompts(8), **settings)
-    resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-2")
-    different = [name for name, p in resumed.model.named_parameters() if not torch.equal(p, expected[name])]
-    assert not different

@@ -9,48 +9,23 @@ import functools
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
+from isopo_trl import ISOPO
 from isopo_trl.geometry import reservoir
-from tests import oracle, tiny
+from tests import oracle
+from tests.gradients.test_oracle import build, check, trainer_for
 
 
-TOLERANCE = 1e-9
-SAMPLES = 7
-STEPS = 3
-CUTS = {"1 x 16": [16], "2 x 8": [8, 8], "4 x 4": [4] * 4, "16 x 1": [1] * 16, "ragged": [3, 1, 7, 5]}
-RULES = ["fisher", "npg", "fig4"]
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
-
-@pytest.fixture(autouse=True)
-def everything_in_float64(monkeypatch):
-    in_float64(monkeypatch)
-
-
-def in_float64(monkeypatch):
-    """Models and TRL's fused head go to float32 in places, whatever the model is in; here they cannot."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    for name in ("float", "float32"):  # both names are in use
-        monkeypatch.setattr(torch, name, torch.float64)
-
-
-def build(lora=False, family="qwen3"):
-    model = tiny.model(family, dtype=torch.float64)
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules="all-linear")).to(torch.float64)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if "lora_" in name:  # B starts at zero; here both factors have a gradient
-                    p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return model
+SEQUENCES, SAMPLES, STEPS = 8, 7, 3
+CUTS = {"2 x 4": [4, 4], "8 x 1": [1] * 8, "ragged": [3, 1, 4]}
 
 
 @functools.cache
 def batch_of(step):
     generator = torch.Generator().manual_seed(100 + step)
-    lengths = torch.randint(1, 6, (2, 16), generator=generator).tolist()
+    lengths = torch.randint(1, 6, (2, SEQUENCES), generator=generator).tolist()
     return oracle.random_batch(*lengths, 100, seed=step)
 
 
@@ -112,7 +87,7 @@ WEIGHTS = functools.partial(oracle.token_weights, loss_type="dr_grpo", max_compl
 @functools.cache
 def position_gradients(lora, step):
     batch = batch_of(step)
-    return oracle.position_gradients(build(lora), batch, WEIGHTS(batch))
+    return oracle.position_gradients(build("qwen3", lora), batch, WEIGHTS(batch))
 
 
 def means_of_step(V, samples, rule, history):
@@ -159,19 +134,11 @@ def expected_steps(model, gradients, batches, rule, keys, seed=42):
     return expected
 
 
-def check(model, expected):
-    error, name = oracle.worst_error(model, expected)
-    assert error < TOLERANCE, f"{name}: {error}"
-
-
 # A loop of one's own
 
 
 def log_likelihood(model, part, weights):
-    logits = model(part.input_ids, attention_mask=part.attention_mask).logits[:, :-1]
-    logps = logits.log_softmax(-1).gather(-1, part.input_ids[:, 1:, None]).squeeze(-1)
-    C = part.completion_ids.shape[1]
-    return -(logps[:, -C:] * weights[:, :C]).sum()
+    return -(oracle.token_logps(model, part) * weights[:, : part.completion_ids.shape[1]]).sum()
 
 
 def run_step(model, isopo, batch, cut, by_content=True, weights=None):
@@ -184,17 +151,16 @@ def run_step(model, isopo, batch, cut, by_content=True, weights=None):
     isopo.step()
 
 
-def number_and_content(kind):
-    return (lambda s, tokens: s) if kind == "number" else (lambda s, tokens: content_key(tokens))
-
-
 @functools.cache
-def expectation(lora, rule, kind="number", seed=42):
-    model = build(lora)
-    gradients = [position_gradients(lora, step) for step in range(STEPS)]
-    batches = [batch_of(step) for step in range(STEPS)]
-    steps = expected_steps(model, gradients, batches, rule, number_and_content(kind), seed)
+def expectation(lora, rule, by_content=False):
+    """The expected gradients of each step, by name."""
+    model = build("qwen3", lora)
+    gradients, batches = (
+        [make(step) for step in range(STEPS)] for make in (functools.partial(position_gradients, lora), batch_of)
+    )
+    keys = (lambda s, tokens: content_key(tokens)) if by_content else (lambda s, tokens: s)
     names = {p: name for name, p in model.named_parameters()}
+    steps = expected_steps(model, gradients, batches, rule, keys)
     return [{names[p]: gradient for p, gradient in step.items()} for step in steps]
 
 
@@ -202,85 +168,32 @@ def of(model, expected):
     return {p: expected[name] for name, p in model.named_parameters() if name in expected}
 
 
-QUICK = [("fisher", False, "4 x 4"), ("fig4", False, "16 x 1"), ("fig4", False, "2 x 8"), ("npg", True, "ragged")]
-WIDE = [
-    pytest.param(rule, lora, cut, marks=[] if (rule, lora, cut) in QUICK else pytest.mark.slow)
-    for rule in RULES
-    for lora in (False, True)
-    for cut in CUTS
-]
-
-
-@pytest.mark.parametrize("rule,lora,cut", WIDE)
+@pytest.mark.parametrize(
+    ("rule", "lora", "cut"), [("fisher", False, "ragged"), ("fig4", False, "8 x 1"), ("npg", True, "2 x 4")]
+)
 def test_no_gradient_depends_on_how_the_step_is_cut(rule, lora, cut):
-    model = build(lora)
+    model = build("qwen3", lora)
     isopo = ISOPO(model, rule, fisher_samples=SAMPLES, fisher_scope="step", seed=42)
     for step, expected in enumerate(expectation(lora, rule)):
         # Where the first is not cut, all are as the definition says
-        run_step(model, isopo, batch_of(step), CUTS[cut] if step else [16], by_content=False)
+        run_step(model, isopo, batch_of(step), CUTS[cut] if step else [SEQUENCES], by_content=False)
         check(model, of(model, expected))
 
 
-@pytest.mark.parametrize("cut", ["4 x 4", pytest.param("16 x 1", marks=pytest.mark.slow)])
-def test_from_the_third_step_on_nothing_is_left_of_how_the_first_was_cut(cut):
-    model = build()
-    isopo = ISOPO(model, "fig4", fisher_samples=SAMPLES, fisher_scope="step", seed=42)
-    for step in range(STEPS):
-        run_step(model, isopo, batch_of(step), CUTS[cut])
-    check(model, of(model, expectation(False, "fig4", "content")[-1]))
-
-
-# The trainer, with TRL's fused head
-
-
-def trainer_for(model, tmp_path, **settings):
-    settings = {"gradient_checkpointing": False, "bf16": False, "loss_type": "dr_grpo", "seed": 42, **settings}
-    args = ISOPOConfig(
-        str(tmp_path),
-        fisher_scope="step",
-        fisher_samples=SAMPLES,
-        use_cpu=True,
-        report_to=[],
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=8,
-        **settings,
-    )
-    trainer = ISOPOTrainer(model, tiny.reward, args, tiny.prompts(4), processing_class=tiny.tokenizer())
-    trainer.model.train()
-    return trainer
-
-
-def trainer_step(trainer, batch, cut):
-    trainer.model.zero_grad()
-    trainer.current_gradient_accumulation_steps = len(cut)
-    for _, part in parts_of(batch, cut):
-        trainer.compute_loss(trainer.model, part.for_trl()).backward()
-        trainer.isopo.end()
-    trainer.isopo.step()
-
-
 @pytest.mark.parametrize(
-    "rule,lora,cut,checkpointing",
-    [
-        ("fig4", False, "4 x 4", False),
-        ("npg", True, "2 x 8", True),
-        pytest.param("fisher", False, "4 x 4", None, marks=pytest.mark.slow),
-        pytest.param("fig4", False, "16 x 1", None, marks=pytest.mark.slow),
-        pytest.param("npg", False, "4 x 4", True, marks=pytest.mark.slow),
-        pytest.param("fisher", True, "2 x 8", False, marks=pytest.mark.slow),
-    ],
+    ("rule", "lora", "cut", "reentrant"), [("fig4", False, "2 x 4", None), ("npg", True, "8 x 1", True)]
 )
-def test_the_trainers_gradients_do_not_depend_on_the_cut_either(rule, lora, cut, checkpointing, tmp_path):
-    model = build(lora)
-    settings = {}
-    if checkpointing is not None:
-        settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}
-    trainer = trainer_for(model, tmp_path, rule=rule, **settings)
-    if checkpointing is not None:
-        trainer.model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        if not lora:
-            trainer.model.enable_input_require_grads()
+def test_from_the_third_step_on_nothing_is_left_of_how_the_trainer_cut_the_first(rule, lora, cut, reentrant, tmp_path):
+    """With TRL's fused head, and with gradient checkpointing; sequences are known by their tokens."""
+    settings = {"fisher_scope": "step", "fisher_samples": SAMPLES, "loss_type": "dr_grpo", "seed": 42}
+    trainer = trainer_for(build("qwen3", lora), tmp_path, rule=rule, **settings)
+    if reentrant is not None:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    trainer.current_gradient_accumulation_steps = len(CUTS[cut])
     for step in range(STEPS):
-        trainer_step(trainer, batch_of(step), CUTS[cut])
-    check(model, of(model, expectation(lora, rule, "content")[-1]))
+        trainer.model.zero_grad()
+        for _, part in parts_of(batch_of(step), CUTS[cut]):
+            trainer.compute_loss(trainer.model, part.for_trl()).backward()
+            trainer.isopo.end()
+        trainer.isopo.step()
+    check(trainer.model, of(trainer.model, expectation(lora, rule, by_content=True)[-1]))

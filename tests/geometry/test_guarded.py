@@ -13,12 +13,9 @@ def test_alive_are_the_sequences_with_a_finite_nonzero_value_of_what_is_asked_fo
     norm = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, math.nan])
     for given, expected in (((fisher, None), [0, 4, 5]), ((None, norm), [0, 1, 2, 3]), ((fisher, norm), [0])):
         assert alive_sequences(*given).nonzero().flatten().tolist() == expected
-
-
-def test_alive_sequences_are_found_layer_by_layer():
-    fisher = torch.tensor([[1.0, 0.0], [math.inf, 2.0]])
-    assert alive_sequences(fisher, None).tolist() == [[True, False], [False, True]]
-    assert alive_sequences(fisher, torch.tensor([[0.0, 1.0], [1.0, 1.0]])).tolist() == [[False, False], [False, True]]
+    layers = torch.tensor([[1.0, 0.0], [math.inf, 2.0]])  # layer by layer
+    assert alive_sequences(layers, layers.flip(1)).tolist() == [[False, False], [False, False]]
+    assert alive_sequences(layers, None).tolist() == [[True, False], [False, True]]
 
 
 # Units of rounding that are noise: 256 of 2^-23 or 2^-52
@@ -26,20 +23,16 @@ LEVEL = {torch.float32: 2.0**-15, torch.float64: 2.0**-44}
 
 
 @pytest.mark.parametrize("dtype", LEVEL)
-def test_noise_is_what_is_below_some_units_of_rounding_of_the_root_mean_square(dtype):
-    others = [3.0, 4.0, 5.0]
-    for factor, noise in ((0.98, True), (1.02, False), (1e3, False)):
-        small = factor * LEVEL[dtype] * (50 / 4) ** 0.5
-        x = torch.tensor([small, *others], dtype=torch.float64)
-        assert below_noise(x, None, dtype).tolist() == [noise, False, False, False]
-        # Whatever the units
-        assert below_noise(1e-30 * x, None, dtype).tolist() == [noise, False, False, False]
-        # The running mean square takes over where it is larger
-        running = torch.tensor(50 / 4).double()
-        assert below_noise(x, running, dtype).tolist() == [noise, False, False, False]
-        assert below_noise(x, 1e-6 * running, dtype).tolist() == [noise, False, False, False]
-        assert below_noise(x[:1], running, dtype).tolist() == [noise]
-        assert below_noise(x, 1e40 * running, dtype).all()
+@pytest.mark.parametrize(("factor", "noise"), [(0.98, True), (1.02, False), (1e3, False)])
+def test_noise_is_what_is_below_some_units_of_rounding_of_the_root_mean_square(dtype, factor, noise):
+    small = factor * LEVEL[dtype] * (50 / 4) ** 0.5
+    x = torch.tensor([small, 3.0, 4.0, 5.0], dtype=torch.float64)
+    running = torch.tensor(50 / 4).double()
+    # Whatever the units; the running mean square takes over where it is larger
+    for values, past in ((x, None), (1e-30 * x, None), (x, running), (x, 1e-6 * running)):
+        assert below_noise(values, past, dtype).tolist() == [noise, False, False, False]
+    assert below_noise(x[:1], running, dtype).tolist() == [noise]
+    assert below_noise(x, 1e40 * running, dtype).all()
 
 
 @pytest.mark.parametrize("x", [[2.0], [1e-200, 1e-200], [0.0, 0.0], [1e-300]])
@@ -59,15 +52,12 @@ def test_a_mean_is_over_the_sequences_that_are_alive():
     assert mean_over(x, torch.zeros(5, dtype=torch.bool)) == 0
 
 
-def test_a_ratio_is_zero_where_nothing_is_divided_by():
+def test_nothing_is_divided_by_zero_and_broken_stays_broken():
     x, y = torch.tensor([6.0, 1.0, 0.0, 0.0]), torch.tensor([3.0, 0.0, 0.0, 2.0])
     assert ratio(x, y).tolist() == [2, 0, 0, 0]
-    assert ratio(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan])).isnan().all()  # broken stays broken
-
-
-@pytest.mark.parametrize("exponent", [-2.0, -0.5, 0.5, 3.0])
-def test_a_power_of_zero_is_zero_whatever_the_exponent(exponent):
-    values = [0.0, 0.25, 1.0, 9.0]
-    expected = [0.0 if x == 0 else x**exponent for x in values]
-    assert power(torch.tensor(values), exponent).tolist() == pytest.approx(expected)
-    assert power(torch.tensor([math.nan]), exponent).isnan()
+    assert ratio(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.nan])).isnan().all()
+    for exponent in (-2.0, -0.5, 3.0):
+        assert power(torch.tensor([0.0, 0.25, 9.0]), exponent).tolist() == pytest.approx(
+            [0.0, 0.25**exponent, 9.0**exponent]
+        )
+        assert power(torch.tensor([math.nan]), exponent).isnan()

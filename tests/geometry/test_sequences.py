@@ -16,7 +16,7 @@ def rows_of(ids, s):
     return [row for row, owner in enumerate(ids.tolist()) if owner == s]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data(), count=st.integers(1, 5), rows=st.integers(1, 14))
 def test_packed_rows_go_to_their_own_sequence(data, count, rows):
     # Any assignment: shuffled, sequences without rows, rows of no sequence
@@ -40,17 +40,15 @@ def test_packed_rows_go_to_their_own_sequence(data, count, rows):
     torch.testing.assert_close(sequences.scaled(x, c, x.flip(0)), scaled + x.flip(0))  # of no sequence as well
 
 
-@settings(max_examples=30)
-@given(count=st.integers(1, 4), length=st.integers(1, 5), seed=st.integers(0, 1000))
-def test_shuffled_packed_rows_give_what_the_regular_layout_gives(count, length, seed):
-    generator = torch.Generator().manual_seed(seed)
+def test_shuffled_packed_rows_give_what_the_regular_layout_gives():
+    count, length, generator = 3, 4, torch.Generator().manual_seed(0)
     N = count * length
     x = torch.randn(N, 3, generator=generator, dtype=torch.float64)
     c = torch.randn(count, generator=generator, dtype=torch.float64)
     regular = Sequences.regular(count, length)
     torch.testing.assert_close(regular.padded(x), torch.stack([x[s * length :][:length] for s in range(count)]))
     torch.testing.assert_close(regular.sums(x.t()), regular.padded(x).sum(1).t())
-
+    torch.testing.assert_close(regular.scaled(x, c), x * c.repeat_interleave(length).unsqueeze(1))
     shuffle = torch.randperm(N, generator=generator)
     ids = torch.arange(count).repeat_interleave(length)[shuffle]
     by_ids = Sequences.from_ids(ids, count)
@@ -59,10 +57,8 @@ def test_shuffled_packed_rows_give_what_the_regular_layout_gives(count, length, 
     for packed in (by_ids, by_index):
         torch.testing.assert_close(packed.sums(x[shuffle].t()), regular.sums(x.t()))
         torch.testing.assert_close(packed.scaled(x[shuffle], c), regular.scaled(x, c)[shuffle])
-    # `from_index` also says in which order; `from_ids` keeps the order of the rows
+    # `from_index` also says in which order
     torch.testing.assert_close(by_index.padded(x[shuffle]), regular.padded(x))
-    in_place = Sequences.from_ids(torch.arange(count).repeat_interleave(length), count)
-    torch.testing.assert_close(in_place.padded(x), regular.padded(x))
 
 
 def test_index_with_gaps_leaves_out_rows_of_no_sequence():
@@ -74,14 +70,6 @@ def test_index_with_gaps_leaves_out_rows_of_no_sequence():
     assert sequences.padded(x).tolist() == [[0, 15, 10], [0, 0, 0], [12, 0, 13]]
     assert sequences.sums(x).tolist() == [25, 0, 25]
     assert sequences.scaled(torch.ones(6), torch.tensor([2.0, 3.0, 5.0])).tolist() == [2, 0, 5, 5, 0, 2]
-
-
-def test_every_row_of_no_sequence_leaves_all_sequences_empty():
-    sequences = Sequences.from_ids(torch.full((2, 3), -1), 2)
-    x = torch.ones(6, 2)
-    assert sequences.padded(x).abs().sum() == 0
-    assert sequences.sums(x.t()).tolist() == [[0, 0], [0, 0]]
-    assert sequences.scaled(torch.ones(sequences.rows), torch.ones(2)).abs().sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.long])
@@ -103,21 +91,14 @@ def test_a_broken_row_stays_in_its_own_sequence(value):
 # The draw of positions
 
 
-def test_only_real_positions_are_drawn_and_none_twice():
+@pytest.mark.parametrize("number", [4, 7, 8, 1000])
+def test_real_positions_are_drawn_once_and_all_where_more_are_asked_for(number):
     real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
-    for seed in range(200):
-        samples = draw_samples(real, 4, seed)
+    for seed in range(20):
+        samples = draw_samples(real, number, seed)
         rows = samples.rows[~samples.absent].tolist()
-        assert len(rows) == len(set(rows)) == 4
-        assert all(real.flatten()[row] == 1 for row in rows)
-
-
-@pytest.mark.parametrize("number", [7, 8, 10, 1000])
-def test_asking_for_more_than_there_is_gives_every_real_position_once(number):
-    real = torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1, 0])
-    samples = draw_samples(real, number, seed=3)
-    assert sorted(samples.rows[~samples.absent].tolist()) == [1, 2, 3, 5, 6, 7, 8]
-    assert len(samples.rows) == min(number, 10)
+        assert len(rows) == len(set(rows)) == min(number, 7) and set(rows) <= {2, 3, 4, 5, 6, 7, 8}
+        assert len(samples.rows) == min(number, 10)
 
 
 def test_nothing_but_padding_gives_no_sample():
@@ -128,9 +109,8 @@ def test_nothing_but_padding_gives_no_sample():
 
 def test_every_real_position_is_drawn_equally_often():
     real = torch.arange(30) % 3 > 0  # 20 real positions
-    draws, number = 4000, 5
-    counts = torch.zeros(30)
-    first = torch.zeros(30)
+    draws, number = 1000, 5
+    counts, first = torch.zeros(2, 30)
     for seed in range(draws):
         samples = draw_samples(real, number, seed)
         counts[samples.rows] += 1
@@ -142,16 +122,10 @@ def test_every_real_position_is_drawn_equally_often():
     assert counts[~real].sum() == 0
 
 
-def test_a_seed_gives_the_same_positions_again_and_another_seed_others():
-    real = torch.ones(50)
-    again = [draw_samples(real, 10, seed=7).rows.tolist() for _ in range(2)]
-    assert again[0] == again[1]
-    assert len({tuple(draw_samples(real, 10, seed).rows.tolist()) for seed in range(50)}) == 50
-
-
-def test_drawing_leaves_the_global_random_streams_alone():
+def test_a_seed_gives_the_same_positions_again_and_the_global_random_streams_are_left_alone():
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    draw_samples(torch.ones(100), 10, seed=1)
+    drawn = [tuple(draw_samples(torch.ones(50), 10, seed).rows.tolist()) for seed in (*range(20), *range(20))]
+    assert drawn[:20] == drawn[20:] and len(set(drawn)) == 20
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert all(np.array_equal(new, old) for new, old in zip(np.random.get_state(), before[2], strict=True))
@@ -169,11 +143,8 @@ def test_absent_samples_read_zero_even_where_the_row_is_not_finite():
 
 def test_moved_samples_name_the_same_positions():
     # Rows 0 .. 5 of which 1, 3 and 5 are kept, in another order
-    row_of = torch.tensor([-1, 2, -1, 0, -1, 1])
-    x = torch.tensor([10.0, 11.0, 12.0, 13.0, 14.0, 15.0])
     kept = torch.tensor([13.0, 15.0, 11.0])
     samples = Samples(rows=torch.tensor([5, 0, 1, 3, 2]), absent=torch.tensor([False, False, False, True, False]))
-    moved = samples.moved(row_of)
+    moved = samples.moved(torch.tensor([-1, 2, -1, 0, -1, 1]))
     assert moved.masked(moved.of(kept)).tolist() == [15, 0, 11, 0, 0]
-    assert samples.masked(samples.of(x)).tolist() == [15, 10, 11, 0, 12]
     assert moved.rows.min() >= 0 and moved.rows.max() < 3

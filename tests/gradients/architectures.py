@@ -203,90 +203,26 @@ class Alone:
 def alone(model, batch, weights, columns_as_positions=False, further=None):
     """`further(s, columns)` are the inputs of sequence `s`, in those columns of the batch, beside its tokens."""
     found = Alone([], [], [])
-    every = mixtures.units(model)
+    # The model itself stands for what it holds alone
+    called = {name: unit.called for name, unit in mixtures.units(model).items() if name}
     P = batch.prompt_ids.shape[1]
     for s in range(len(weights)):
-        seen, handles = {name: [] for name in every}, []
-        for name, unit in every.items():
-
-            def remember(module, args, kwargs, output, calls=seen[name]):
-                several = isinstance(output, tuple)
-                outputs = [y.clone() if isinstance(y, torch.Tensor) else y for y in (output if several else (output,))]
-                for y in outputs:
-                    if isinstance(y, torch.Tensor) and y.requires_grad:
-                        y.retain_grad()
-                calls.append(([_detached(x) for x in args], {k: _detached(x) for k, x in kwargs.items()}, outputs))
-                # Copies, since some families go on in place
-                handed = tuple(y.clone() if isinstance(y, torch.Tensor) else y for y in outputs)
-                return handed if several else handed[0]
-
-            if name:  # the model itself stands for what it holds alone
-                handles.append(unit.called.register_forward_hook(remember, with_kwargs=True))
         columns = batch.attention_mask[s].nonzero().squeeze(1)
         ids = batch.input_ids[s : s + 1, columns]
         scored = (columns >= P)[1:]
         here = torch.zeros(1, len(columns) - 1, dtype=torch.float64)
         here[0, scored] = weights[s, (columns[1:] - P)[scored]]
-        try:
-            model.zero_grad()
-            inputs = {"position_ids": columns.unsqueeze(0)} if columns_as_positions else {}
-            inputs |= {} if further is None else further(s, columns)
+        inputs = {"position_ids": columns.unsqueeze(0)} if columns_as_positions else {}
+        inputs |= {} if further is None else further(s, columns)
+        model.zero_grad()
+        with oracle.remembered(called) as seen:
             loss = loss_of(model, ids, torch.ones_like(ids), here, **inputs)
-            loss.backward()
-        finally:
-            for handle in handles:
-                handle.remove()
+        loss.backward()
         found.losses.append(loss.item())
         found.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         found.calls.append(seen)
     model.zero_grad()
     return found
-
-
-def _detached(x):
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-def position_gradients(unit, calls, positions):
-    """`[positions, numbers]` of one unit; raises where it cannot be called on one position."""
-    calls = [call for call in calls if any(isinstance(y, torch.Tensor) and y.grad is not None for y in call[2])]
-    if len(calls) != 1:
-        raise NotImplementedError(f"{len(calls)} calls")
-    ((args, kwargs, outputs),) = calls
-    parameters = list(unit.parameters.values())
-    stack = getattr(unit.called, "get_base_layer", lambda: unit.called)()
-    experts = stack.num_experts if is_dense(stack) else 1
-    rows = []
-    for t in range(positions):
-        ys = unit.called(
-            *[_at(x, t, positions, experts) for x in args],
-            **{name: _at(x, t, positions, experts) for name, x in kwargs.items()},
-        )
-        pairs = [
-            (y, _at(whole.grad, t, positions, experts))
-            for y, whole in zip(ys if isinstance(ys, tuple) else (ys,), outputs, strict=True)
-            if isinstance(whole, torch.Tensor) and whole.grad is not None
-        ]
-        here, there = zip(*pairs, strict=True)
-        gradients = torch.autograd.grad(here, parameters, there, allow_unused=True)
-        flat = [
-            (torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(parameters, gradients, strict=True)
-        ]
-        rows.append(torch.cat(flat))
-    return torch.stack(rows)
-
-
-def _at(x, t, positions, experts=1):
-    if not isinstance(x, torch.Tensor) or x.dim() == 0:
-        return x
-    if experts > 1:  # all positions of one expert, then those of the next
-        return x.view(experts, positions, -1)[:, t]
-    axes = [axis for axis, size in enumerate(x.shape) if size == positions]
-    if not axes:  # the same for all positions; what is not is noticed by the sum over them
-        return x
-    if len(axes) != 1:
-        raise NotImplementedError(f"positions in shape {list(x.shape)}")
-    return x.narrow(axes[0], t, 1)
 
 
 def fisher(model, batch, single, isopo):
@@ -324,8 +260,12 @@ def fisher(model, batch, single, isopo):
             continue
         V = None
         try:
+            stack = getattr(unit.called, "get_base_layer", lambda unit=unit: unit.called)()
+            experts = stack.num_experts if is_dense(stack) else 1
+            lengths = batch.attention_mask.sum(1).tolist()
             per_sequence = [
-                position_gradients(unit, single.calls[s][name], int(batch.attention_mask[s].sum())) for s in range(B)
+                oracle.at_positions(unit.called, parameters, single.calls[s].get(name, []), lengths[s], experts)
+                for s in range(B)
             ]
             V = torch.stack([G.sum(0) for G in per_sequence])
             if not any(_shared(model, p) for p in parameters):
@@ -624,17 +564,6 @@ def limits():
         torch.set_default_dtype(dtype)
 
 
-@contextlib.contextmanager
-def float64_throughout():
-    """Models go to float32 in places, whatever they are given; here they cannot."""
-    kept = torch.Tensor.float, torch.float, torch.float32
-    torch.Tensor.float, torch.float, torch.float32 = torch.Tensor.double, torch.float64, torch.float64
-    try:
-        yield
-    finally:
-        torch.Tensor.float, torch.float, torch.float32 = kept
-
-
 def _marks(name):
     return f"<!-- {name}: written by `python -m tests.gradients.architectures` -->", f"<!-- end of {name} -->"
 
@@ -670,7 +599,7 @@ def write_rows(name, title, ways, rows):
 
 
 def main(names):
-    from tests import vision_families  # which is made of what is here
+    from tests.gradients import vision_families  # which is made of what is here
 
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -680,7 +609,7 @@ def main(names):
         "causal": ("causal language models", WAYS, FAMILIES, examine),
         "vision": ("vision-language models", vision.WAYS, vision.FAMILIES, vision.examine),
     }
-    with float64_throughout():
+    with oracle.float64_throughout():
         for name, (title, ways, families, examined) in sweeps.items():
             rows = {}
             for family in families:

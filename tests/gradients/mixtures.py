@@ -69,77 +69,8 @@ def _name(model, parameter):
 
 def position_gradients(model, batch, weights):
     """Per unit, `[B, T, numbers]`: the gradient of each position's loss-carrying call."""
-    every = units(model)
-    B, T = batch.input_ids.shape
-    P = batch.prompt_ids.shape[1]
-    result = {name: [] for name in every}
-    for s in range(B):
-        columns = batch.attention_mask[s].nonzero().squeeze(1)
-        seen, handles = {}, []
-        for name, unit in every.items():
-
-            def remember(module, args, output, name=name, seen=seen):
-                assert name not in seen, f"{name} ran twice"
-                several = isinstance(output, tuple)
-                outputs = [y.clone() for y in (output if several else (output,))]
-                for y in outputs:
-                    if y.requires_grad:
-                        y.retain_grad()
-                seen[name] = ([x.detach() if isinstance(x, torch.Tensor) else x for x in args], outputs)
-                return tuple(outputs) if several else outputs[0]
-
-            handles.append(unit.called.register_forward_hook(remember))
-        ids = batch.input_ids[s : s + 1, columns]
-        logits = model(input_ids=ids, position_ids=columns.unsqueeze(0), use_cache=False).logits
-        for handle in handles:
-            handle.remove()
-        logps = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
-        scored = columns[1:] >= P
-        model.zero_grad()
-        (-(logps[scored] * weights[s, columns[1:][scored] - P]).sum()).backward()
-        totals = {}
-        for name, unit in every.items():
-            G = _unit_gradients(unit, *seen[name], len(columns))
-            padded = G.new_zeros(T, G.shape[1])
-            padded[columns] = G
-            result[name].append(padded)
-            flat = padded.sum(0).split([p.numel() for p in unit.parameters.values()])
-            for p, total in zip(unit.parameters.values(), flat, strict=True):
-                totals[p] = totals.get(p, 0) + total
-        for p, total in totals.items():  # agrees with autograd on the whole
-            torch.testing.assert_close(total, p.grad.reshape(-1), rtol=1e-8, atol=1e-12)
-    return {name: torch.stack(rows) for name, rows in result.items()}
-
-
-def _unit_gradients(unit, args, outputs, positions):
-    parameters = list(unit.parameters.values())
-    rows = []
-    for t in range(positions):
-        ys = unit.called(*[_at(x, t, positions) for x in args])
-        pairs = [
-            (y, _at(whole.grad, t, positions))
-            for y, whole in zip(ys if isinstance(ys, tuple) else (ys,), outputs, strict=True)
-            if whole.requires_grad and whole.grad is not None
-        ]
-        here, there = zip(*pairs, strict=True)
-        gradients = torch.autograd.grad(here, parameters, there, allow_unused=True)
-        rows.append(
-            torch.cat(
-                [
-                    (torch.zeros_like(p) if g is None else g).flatten()
-                    for p, g in zip(parameters, gradients, strict=True)
-                ]
-            )
-        )
-    return torch.stack(rows)
-
-
-def _at(x, t, positions):
-    if not isinstance(x, torch.Tensor):
-        return x
-    axes = (0,) if x.dim() == 2 and x.shape[0] == positions else (1, 2)
-    axis = next(a for a in axes if x.shape[a] == positions)
-    return x.narrow(axis, t, 1)
+    called = {name: (unit.called, list(unit.parameters.values())) for name, unit in units(model).items()}
+    return oracle.position_gradients(model, batch, weights, units=called)
 
 
 def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, **settings):

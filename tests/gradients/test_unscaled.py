@@ -10,8 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from isopo_trl import ISOPO
 from isopo_trl.microbatch import Microbatch
 from tests import oracle
-from tests.gradients.test_oracle import build, everything_in_float64  # noqa: F401
+from tests.gradients.test_oracle import build
 
+
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 FAMILIES = ["llama", "gpt2", "gemma3", "qwen2", "phi3"]
 ALL = 10_000

@@ -41,15 +41,6 @@ class ScaleAndShift(nn.Module):
         return torch.tanh(x) * self.scale + self.shift
 
 
-class LayerScale(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return x * self.gamma
-
-
 class ScaledEmbedding(nn.Embedding):
     """The scale is a plain number here, a buffer in gemma."""
 
@@ -62,19 +53,15 @@ class ScaledEmbedding(nn.Embedding):
 # Example layers, by kind
 LINEAR = {
     "linear": lambda: nn.Linear(D, 3),
-    "wide linear": lambda: nn.Linear(D, 9),
     "linear without bias": lambda: nn.Linear(D, 3, bias=False),
     "wide linear without bias": lambda: nn.Linear(D, 9, bias=False),
     "linear, only its weight": lambda: trained(nn.Linear(D, 3), "weight"),
     "linear, only its bias": lambda: trained(nn.Linear(D, 3), "bias"),
     "Conv1D": lambda: Conv1D(3, D),
-    "Conv1D, only its weight": lambda: trained(Conv1D(3, D), "weight"),
-    "Conv1D, only its bias": lambda: trained(Conv1D(3, D), "bias"),
 }
 LAYER_NORM = {
     "LayerNorm": lambda: nn.LayerNorm(D),
     "LayerNorm without bias": lambda: nn.LayerNorm(D, bias=False),
-    "LayerNorm, only its weight": lambda: trained(nn.LayerNorm(D), "weight"),
     "LayerNorm, only its bias": lambda: trained(nn.LayerNorm(D), "bias"),
 }
 RMS_NORM = {
@@ -85,7 +72,6 @@ ELEMENTWISE = {
     "T5's norm": lambda: T5LayerNorm(D),  # rounds in another place than an RMSNorm
     "scale and shift": lambda: ScaleAndShift(D),
     "scale and shift, only the shift": lambda: trained(ScaleAndShift(D), "shift"),
-    "layer scale": lambda: LayerScale(D),
 }
 EMBEDDING = {
     "embedding": lambda: nn.Embedding(6, 3),

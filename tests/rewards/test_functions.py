@@ -43,18 +43,14 @@ def test_arrays_with_one_number_per_completion_are_taken(shape):
     "returned, names",
     [
         (None, ["None of type NoneType"]),
-        (0.5, ["0.5 of type float"]),
         (torch.tensor(0.5), ["0.5 of type float"]),
         ("good", ["'good' of type str"]),
         ({0: 1.0}, ["{0: 1.0} of type dict"]),
-        (["good", "bad"], ["'good' of type str for completion 0"]),
         ([0.5, "1.0"], ["'1.0' of type str for completion 1"]),
         ([0.5, [1.0]], ["[1.0] of type list for completion 1"]),
-        ([0.5, {}], ["{} of type dict for completion 1"]),
         ([0.5, 1j], ["1j of type complex for completion 1"]),
         ([10**400], ["of type int for completion 0"]),
         (torch.ones(2, 2), ["[1.0, 1.0] of type list for completion 0"]),
-        (np.ones((2, 2)), ["of type ndarray for completion 0"]),
         ([torch.ones(2)], ["of type Tensor for completion 0"]),
     ],
     ids=lambda value: repr(value)[:30],
@@ -132,8 +128,5 @@ def test_rewards_whose_sums_overflow_are_refused_instead_of_counting_as_zero():
         with pytest.raises(ValueError, match="too large for float32.*'one': 1, 'large': 2e[+]38") as error:
             verify_size(rewards, weights, ["one", "large"], normalised)
         assert sentences(str(error.value)) == 1
-
-
-def test_rewards_that_trl_can_normalise_are_not_refused():
-    large = torch.tensor([[1e18, -1e18], [0.0, 3e18]])
+    large = torch.tensor([[1e18, -1e18], [0.0, 3e18]])  # which TRL can normalise
     verify_size(large, torch.ones(2), ["one", "other"], normalised=True)

@@ -9,7 +9,6 @@ from tests import oracle
 
 
 POWERS = [rule for rule in oracle.EXPONENTS if rule != "none"]
-RULES = [*oracle.EXPONENTS, "interacting"]
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.0, 2.0, -1.5], dtype=torch.float64)
 HISTORY = {"fisher^2": 3.0, "norm^2": 40.0, "relative^2": 0.05, "fx": 0.7, "x": 1.9}
 

@@ -15,7 +15,7 @@ def ledger(rule):
     return Ledger(make_rule(rule), ADVANTAGES, torch.zeros(LAYERS, len(HISTORY), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("given", [("c",), ("c", "norm"), ("c", "fisher", "raw"), ("c", "fisher", "norm", "raw")])
+@pytest.mark.parametrize("given", [("c",), ("c", "fisher", "norm", "raw")])
 def test_a_layers_coefficients_are_entered_in_its_own_row_and_what_there_is_not_stays_zero(given):
     values = {name: torch.arange(3.0) + place for place, name in enumerate(given, 1)}
     book = ledger("fig4")
@@ -33,8 +33,8 @@ def test_a_rule_that_needs_no_statistics_has_its_coefficients_from_the_beginning
 
 
 def test_expectations_are_read_from_a_row_of_the_history_by_its_columns():
-    numbers = {name: torch.tensor(float(place)) for place, name in enumerate(HISTORY, 1)}
-    expectations = expectations_of(torch.stack(list(numbers.values())))
-    squares = [numbers[name].item() for name in ("fisher^2", "norm^2", "relative^2")]
+    numbers = {name: float(place) for place, name in enumerate(HISTORY, 1)}
+    expectations = expectations_of(torch.tensor(list(numbers.values())))
+    squares = [numbers[name] for name in ("fisher^2", "norm^2", "relative^2")]
     assert expectations.mean_square.tolist() == squares
     assert (expectations.scale, expectations.multiplier) == (numbers["scale"], numbers["multiplier"])

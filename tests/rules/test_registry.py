@@ -15,9 +15,6 @@ def registered(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
 
 
-# Registering
-
-
 @dataclass(frozen=True, kw_only=True)
 class Own(NonInteracting):
     """`f = strength`."""
@@ -38,26 +35,15 @@ def test_a_class_is_registered_by_a_decorator_and_stays_itself():
     assert make_rule("own", strength=3.0, scale="paper") == Own(name="own", strength=3.0, scale="paper")
 
 
-def test_a_class_may_be_registered_with_settings_of_its_own_by_several_names():
+def test_a_class_or_a_function_may_be_registered_with_settings_of_its_own_by_several_names():
     register_rule("own", Own)
-    register_rule("strong", Own, strength=5.0)
+    register_rule("strong", strength=5.0)(Own)
     register_rule("strong_paper", Own, strength=5.0, scale="paper")
+    register_rule("half", lambda name="", scale="relative", strength=1.0: Own(name=name, strength=strength / 2))
     assert make_rule("own").strength == 2 and make_rule("strong").strength == 5
     assert make_rule("strong", strength=7.0) == Own(name="strong", strength=7.0)
     assert make_rule("strong_paper") == Own(name="strong_paper", strength=5.0, scale="paper")
     assert make_rule("strong_paper", scale="relative").scale == "relative"
-
-
-def test_a_decorator_takes_settings_too():
-    register_rule("strong", strength=5.0)(Own)
-    assert make_rule("strong").strength == 5
-
-
-def test_a_function_that_makes_a_rule_may_be_registered():
-    def half(name="", scale="relative", strength=1.0):
-        return Own(name=name, scale=scale, strength=strength / 2)
-
-    register_rule("half", half)
     assert make_rule("half", strength=3.0) == Own(name="half", strength=1.5)
 
 
@@ -72,9 +58,8 @@ def test_a_registered_rule_is_one_that_the_configuration_takes(tmp_path):
 
 
 def test_a_name_that_is_taken_is_refused_and_the_rule_stays():
-    for rule in (Own, PowerRule):
-        with pytest.raises(ValueError, match="There is a rule 'interacting' already, by .*Interacting.*another name"):
-            register_rule("interacting", rule)
+    with pytest.raises(ValueError, match="There is a rule 'interacting' already, by .*Interacting.*another name"):
+        register_rule("interacting", Own)
     assert type(make_rule("interacting")) is Interacting
     # Nor does the same class with other settings take the place of a rule
     with pytest.raises(ValueError, match="There is a rule 'npg' already, by .*PowerRule.*another name"):
@@ -101,37 +86,26 @@ class Again(Own):
     assert make_rule("strong").strength == 5
 
 
-# Making
-
-
-def test_an_unknown_rule_is_named_and_answered_with_the_choices():
+def test_an_unknown_rule_or_setting_is_answered_with_the_choices():
     register_rule("own", Own)
     with pytest.raises(ValueError, match="rule='fischer' is unknown: choose one of ") as error:
         make_rule("fischer")
     for name in ("fisher", "npg", "fig4", "euclidean", "none", "interacting", "own"):
         assert repr(name) in str(error.value)
-
-
-def test_a_setting_that_a_rule_does_not_have_is_refused_with_those_that_it_has():
-    register_rule("own", Own)
     with pytest.raises(ValueError, match="radius=1.0 has no meaning for rule='own', whose settings are scale, streng"):
         make_rule("own", radius=1.0)
     with pytest.raises(ValueError, match="whose settings are scale, regularization:"):
         make_rule("interacting", fisher_power=0.0)  # zero is a value like any other
 
 
-def test_none_is_the_rules_own_setting_whether_it_has_it_or_not():
-    register_rule("strong", Own, strength=5.0)
-    assert make_rule("strong", strength=None, scale=None, fisher_power=None) == Own(name="strong", strength=5.0)
-    assert make_rule("fig4", norm_power=None).exponents == (0, -1, -2)
-
-
-def test_false_may_be_given_to_a_rule_that_does_not_have_the_setting_and_counts_for_one_that_has():
+def test_none_and_false_may_be_given_to_a_rule_that_does_not_have_the_setting():
     register_rule("own", Own)
-    register_rule("twice", Own, twice=True)
+    register_rule("strong", Own, strength=5.0, twice=True)
+    strong = Own(name="strong", strength=5.0, twice=True)
+    assert make_rule("strong", strength=None, scale=None, fisher_power=None) == strong
     assert make_rule("own", keep_small=False) == Own(name="own")
-    assert make_rule("interacting", keep_small=False) == Interacting(name="interacting")
-    assert make_rule("twice").twice and not make_rule("twice", twice=False).twice
+    assert not make_rule("strong", twice=False).twice  # false counts where there is the setting
+    assert make_rule("fig4", norm_power=None).exponents == (0, -1, -2)
 
 
 def test_a_rule_that_is_an_object_is_taken_as_it_is():

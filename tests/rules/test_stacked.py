@@ -28,7 +28,7 @@ class LooksAtValues(NonInteracting):
         return norms.norm if norms.norm.max().item() > 1 else 2 * norms.norm
 
 
-def statistics():
+def statistics(needs):
     generator = torch.Generator().manual_seed(0)
     V = torch.randn(E, M, 7, generator=generator, dtype=torch.float64)
     G = torch.randn(E, N, 7, generator=generator, dtype=torch.float64)
@@ -36,19 +36,17 @@ def statistics():
     G[2] = 0  # one without a sample
     V[3, 0] = 0
     ntk = V @ V.transpose(1, 2)
-    return Statistics(G @ V.transpose(1, 2), G.square().sum(2), ntk.diagonal(dim1=1, dim2=2), ntk)
+    every = {"norm": ntk.diagonal(dim1=1, dim2=2)} if needs.norm else {"ntk": ntk} if needs.ntk else {}
+    return every | ({"overlap": G @ V.transpose(1, 2), "sample_norm": G.square().sum(2)} if needs.overlap else {})
 
 
-@pytest.mark.parametrize("known", [[True] * E, [False] * E, [True, False, True, False]], ids=str)
+@pytest.mark.parametrize("known", [[False] * E, [True, False, True, False]], ids=str)
 @pytest.mark.parametrize("scale", ["relative", "paper"])
-@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting", "none", LooksAtValues])
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "euclidean", "interacting", "none", LooksAtValues])
 def test_coefficients_are_those_of_each_layer_alone(rule, scale, known):
     rule = make_rule(rule, scale=scale) if isinstance(rule, str) else rule(scale=scale)
     history = torch.rand(E, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1
-    every = statistics()
-    fields = {"overlap": every.overlap, "sample_norm": every.sample_norm, "norm": every.norm, "ntk": every.ntk}
-    wanted = {"overlap": rule.needs.overlap, "sample_norm": rule.needs.overlap, "norm": rule.needs.norm}
-    fields = {name: x for name, x in fields.items() if wanted.get(name, rule.needs.ntk)}
+    fields = statistics(rule.needs)
     together = stacked_coefficients(rule, Statistics(**fields), ADVANTAGES, history, known, 0.5)
     assert together.c.shape == (E, M)
     for e in range(E):

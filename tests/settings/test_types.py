@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import HfArgumentParser
 
 from isopo_trl.settings.types import type_fields, typed
 
@@ -68,3 +69,16 @@ def test_all_fields_or_those_named_are_typed_but_for_defaults_of_the_class():
     with pytest.raises(ValueError, match="count='2'"):
         type_fields(Settings(count="2"))
     type_fields(Settings(count="2"), ["strength"])
+
+
+def test_what_is_optional_stays_so_after_a_command_line_was_read():
+    """Transformers' parser replaces the types of the fields of the class."""
+
+    @dataclass
+    class Settings:
+        share: float | None = 0.5
+
+    HfArgumentParser(Settings).parse_args_into_dataclasses(["--share", "1"])
+    settings = Settings(None)
+    type_fields(settings)
+    assert settings.share is None

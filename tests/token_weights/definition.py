@@ -31,7 +31,6 @@ WEIGHTS = {
     "kpo fixed": {"token_weights": "kpo", "epsilon": 0.15, "epsilon_high": 0.3, "kpo_gain": 0.3},
     "kpo published": {"token_weights": "kpo", "kpo_initial_variance": 0.0, "kpo_process_noise": 0.01},
 }
-FAMILIES = ["llama", "gpt2", "gemma3", "qwen2", "phi3"]
 ALL = 10_000
 
 

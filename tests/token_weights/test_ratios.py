@@ -23,43 +23,26 @@ def figures_by_loop(z, mask):
     }
 
 
-@given(pairs=LOG_RATIOS)
-def test_figures_of_a_batch_are_those_of_a_loop(pairs):
+@given(pairs=LOG_RATIOS, data=st.data())
+def test_figures_are_those_of_a_loop_and_add_up_over_microbatches(pairs, data):
     z, mask = tensors(pairs)
     own = figures(z, mask)
     assert own == pytest.approx(figures_by_loop(z, mask), rel=1e-9, abs=1e-12)
     assert 0 < own["ess"] <= 1 and own["kl"] >= 0
+    cut = data.draw(st.integers(0, len(pairs)))
+    parts = ratio_sums(z[:, :cut], mask[:, :cut]) + ratio_sums(z[:, cut:], mask[:, cut:])
+    torch.testing.assert_close(parts, ratio_sums(z, mask), rtol=1e-12, atol=1e-12)
 
 
-@given(pairs=LOG_RATIOS, log_scale=st.floats(-8, 8))
-def test_effective_sample_size_does_not_depend_on_the_scale_of_the_ratios(pairs, log_scale):
-    z, mask = tensors(pairs)
-    assert figures(z + log_scale, mask)["ess"] == pytest.approx(figures(z, mask)["ess"], rel=1e-9)
-
-
-@given(value=st.floats(-40, 40), n=st.integers(1, 300))
-def test_effective_sample_size_of_equal_ratios_is_one(value, n):
-    ess = figures(torch.full((1, n), value, dtype=torch.float64), torch.ones(1, n))["ess"]
-    assert 1 - 1e-14 < ess <= 1
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 49, 1000, 12345])
+@pytest.mark.parametrize("n", [1, 3, 49, 12345])
 def test_figures_on_policy_are_exact(n):
     # The trainer skips the pull where ESS == 1: it must not be an approximation
     assert figures(torch.zeros(1, n), torch.ones(1, n)) == {"ess": 1.0, "ratio_mean": 1.0, "kl": 0.0}
 
 
-def test_effective_sample_size_of_one_among_many_is_its_share():
-    z = torch.full((1, 1000), -40.0)
-    z[0, 17] = 0.0
-    assert figures(z, torch.ones(1, 1000))["ess"] == pytest.approx(1 / 1000)
-
-
 @pytest.mark.parametrize("shape", [(1, 0), (0, 3), (2, 3)], ids=str)
 def test_without_tokens_the_effective_sample_size_is_one(shape):
-    z = torch.full(shape, 5.0)
-    assert ratio_sums(z, torch.zeros(shape)).tolist() == [0.0] * 4
-    assert figures(z, torch.zeros(shape)) == {"ess": 1.0, "ratio_mean": 0.0, "kl": 0.0}
+    assert figures(torch.full(shape, 5.0), torch.zeros(shape)) == {"ess": 1.0, "ratio_mean": 0.0, "kl": 0.0}
 
 
 def test_sums_in_float32_give_finite_figures():
@@ -83,11 +66,3 @@ def test_log_ratios_have_the_gradient_of_the_policy_whatever_the_sampler_said():
     assert ratios.tolist() == [[0.5, 0.0, 10.0, 0.0]]
     (gradient,) = torch.autograd.grad(ratios.sum(), logps)
     assert (gradient == 1).all()
-
-
-@given(pairs=LOG_RATIOS, data=st.data())
-def test_sums_add_up_over_microbatches(pairs, data):
-    z, mask = tensors(pairs)
-    cut = data.draw(st.integers(0, len(pairs)))
-    parts = ratio_sums(z[:, :cut], mask[:, :cut]) + ratio_sums(z[:, cut:], mask[:, cut:])
-    torch.testing.assert_close(parts, ratio_sums(z, mask), rtol=1e-12, atol=1e-12)

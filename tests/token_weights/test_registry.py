@@ -10,8 +10,9 @@ import torch
 from isopo_trl import ISOPOConfig
 from isopo_trl.token_weights import WEIGHTINGS, Tokens, Unscaled, Weighted, Weighting, register
 from tests import oracle, training
-from tests.gradients.test_oracle import build, check, everything_in_float64, trainer_for  # noqa: F401
+from tests.gradients.test_oracle import build, check, trainer_for
 from tests.token_weights.definition import (
+    ALL,
     backward,
     forward,
     log_ratios,
@@ -21,6 +22,7 @@ from tests.token_weights.definition import (
 )
 
 
+pytestmark = pytest.mark.usefixtures("float64_throughout")
 PAGE = Path(__file__).parents[2] / "docs" / "off_policy.md"
 
 
@@ -36,48 +38,53 @@ def config(**settings):
     return ISOPOConfig("unused", **{**training.SETTINGS, **settings})
 
 
-def expected_gradients(model, batch, weights, rows, rule, unscaled=None):
-    """`sum_s c_s V_s` with `weights` `[B, C]` in `V`, and the gradient of `unscaled` `[B, C]` as it is."""
-    n = normalisation(batch)
-    total = oracle.expected_gradients(model, oracle.position_gradients(model, batch, n * weights), batch, rows, rule)
+def compared(folder, name, rule, weights, pull=None):
+    """
+    A trainer with the weighting `name`, and the loss of a batch whose gradient is `sum_s c_s V_s` with the weights
+    `[B, C]` of the log-ratios in `V`, and as it is, that of the unscaled `pull` `[B, C]`.
+    """
+    model = build("llama")
+    batch = ragged_batch(model)
+    z, n = log_ratios(forward(model, batch)[0], batch), normalisation(batch)
+    advantages = batch.advantages
+    V = oracle.position_gradients(model, batch, n * weights(z, batch))
+    if name == "tempered":  # whose weights have the sign in them
+        batch = dataclasses.replace(batch, advantages=advantages.abs())
+    expected = oracle.expected_gradients(model, V, batch, None, rule)
+    if pull is not None:
+        ones = dataclasses.replace(batch, advantages=torch.ones_like(advantages))
+        unscaled = oracle.position_gradients(model, batch, -n * pull(z))
+        unscaled = oracle.expected_gradients(model, unscaled, ones, None, "none")
+        expected = {p: gradient + unscaled[p] for p, gradient in expected.items()}
     model.zero_grad()
-    if unscaled is None:
-        return total
-    batch = dataclasses.replace(batch, advantages=torch.ones_like(batch.advantages))
-    pull = oracle.position_gradients(model, batch, -n * unscaled)
-    model.zero_grad()
-    pull = oracle.expected_gradients(model, pull, batch, None, "none")
-    return {p: gradient + pull[p] for p, gradient in total.items()}
+    trainer = trainer_for(model, folder, rule=rule, token_weights=name, fisher_samples=ALL)
+    loss, _ = backward(trainer, dataclasses.replace(batch, advantages=advantages))
+    check(model, expected)
+    return trainer, loss, z, n, batch
 
 
 # The page
 
 
-def test_weighting_of_the_page_has_the_gradient_that_it_says(tmp_path):
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_weighting_of_the_page_has_the_gradient_that_it_says(rule, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "@register" in block]
     assert block.count("\n") <= 20
-    names = {}
-    exec(compile(block.partition("\nargs = ")[0], PAGE.name, "exec"), names)
-    for rule in ("fisher", "interacting", "none"):
-        model = build("llama")
-        batch = ragged_batch(model)
-        _, rows = backward(trainer := trainer_for(model, tmp_path, rule=rule, token_weights="geometric_mean"), batch)
-        gradients = {p: p.grad.clone() for p in model.parameters()}
-        model.zero_grad()
-        z, length = log_ratios(forward(model, batch)[0], batch), scored_tokens(batch).sum(1)
-        mean = torch.stack([row.sum() / max(int(n), 1) for row, n in zip(z, length, strict=True)]).exp()
+    exec(compile(block.partition("\nargs = ")[0], PAGE.name, "exec"), {})
+
+    def weights(z, batch):
+        length = scored_tokens(batch).sum(1).tolist()
+        mean = torch.stack([row.sum() / max(n, 1) for row, n in zip(z, length, strict=True)]).exp()
         assert (mean > 1.5).any() and (mean < 1).any()
-        weights = mean.clamp(max=1.5).unsqueeze(1).expand_as(z)
-        expected = expected_gradients(model, batch, weights, rows, rule)
-        for p, gradient in gradients.items():
-            p.grad = gradient
-        check(model, expected)
-        # The figures of the batch come without a line of code
-        trainer._log_step({"broken_sequences": 0})
-        (ess,) = trainer._metrics["train"]["off_policy/ess"]
-        r = z[scored_tokens(batch).bool()].exp()
-        assert ess == pytest.approx((r.sum() ** 2 / (len(r) * r.square().sum())).item(), rel=1e-9)
+        return mean.clamp(max=1.5).unsqueeze(1).expand_as(z)
+
+    trainer, _, z, _, batch = compared(tmp_path, "geometric_mean", rule, weights)
+    # The figures of the batch come without a line of code
+    trainer._log_step({"broken_sequences": 0})
+    (ess,) = trainer._metrics["train"]["off_policy/ess"]
+    r = z[scored_tokens(batch).bool()].exp()
+    assert ess == pytest.approx((r.sum() ** 2 / (len(r) * r.square().sum())).item(), rel=1e-9)
 
 
 # All that a weighting may return
@@ -119,57 +126,32 @@ class Tempered(Weighting):
 
 @pytest.mark.parametrize(
     ("weighting", "rule"),
-    [
-        *((Halved, rule) for rule in ("fisher", "interacting", "none")),
-        *((weighting, rule) for weighting, rule in ((OnlyPulled, "interacting"), (BySequence, "fisher"))),
-        *(
-            pytest.param(weighting, rule, marks=pytest.mark.slow)
-            for weighting, others in ((OnlyPulled, ("fisher", "none")), (BySequence, ("interacting", "none")))
-            for rule in others
-        ),
-    ],
+    [(Halved, "fisher"), (Halved, "none"), (OnlyPulled, "interacting"), (BySequence, "fisher")],
 )
 def test_weights_and_unscaled_terms_of_ones_own(weighting, rule, tmp_path):
     register("own")(weighting)
-    model = build("llama")
-    trainer = trainer_for(model, tmp_path, rule=rule, token_weights="own")
-    batch = ragged_batch(model)
-    z = log_ratios(forward(model, batch)[0], batch)
-    weights = {Halved: z.exp().sqrt(), OnlyPulled: torch.ones_like(z), BySequence: (z.sum(1, True) / 4).exp()}
-    weights = weights[weighting].expand_as(z)
-    loss, rows = backward(trainer, batch)
-    gradients = {p: p.grad.clone() for p in model.parameters()}
-    model.zero_grad()
-    expected = expected_gradients(model, batch, weights, rows, rule, unscaled=0.3 * z)
-    for p, gradient in gradients.items():
-        p.grad = gradient
-    check(model, expected)
-    n = normalisation(batch)
-    value = (n * (0.15 * z.square() - weights * batch.advantages.unsqueeze(1))).sum().item()
+
+    def weights(z, batch):
+        of_kind = {Halved: z.exp().sqrt(), OnlyPulled: torch.ones_like(z), BySequence: (z.sum(1, True) / 4).exp()}
+        return of_kind[weighting].expand_as(z)
+
+    _, loss, z, n, batch = compared(tmp_path, "own", rule, weights, lambda z: 0.3 * z)
+    value = (n * (0.15 * z.square() - weights(z, batch) * batch.advantages.unsqueeze(1))).sum().item()
     assert loss == pytest.approx(value, rel=1e-9)
 
 
-@pytest.mark.parametrize("rule", ["fisher", "none"])
-def test_ratio_of_ones_own_is_clipped_and_differentiated(rule, tmp_path):
-    register("own")(Tempered)
-    model = build("llama")
-    trainer = trainer_for(model, tmp_path, rule=rule, token_weights="own")
+def test_ratio_of_ones_own_is_clipped_and_differentiated(tmp_path):
+    register("tempered")(Tempered)
+
+    def weights(z, batch):
+        z, sign = z.clone().requires_grad_(), torch.where(batch.advantages < 0, -1.0, 1.0).unsqueeze(1)
+        r = (z / 2).exp()
+        (slope,) = torch.autograd.grad(torch.minimum(r * sign, r.clamp(0.9, 1.2) * sign).sum(), z)
+        assert 0 < (slope == 0)[scored_tokens(batch).bool()].sum() < scored_tokens(batch).sum()
+        return slope
+
+    trainer, *_ = compared(tmp_path, "tempered", "fisher", weights)
     assert (trainer.args.epsilon, trainer.args.epsilon_high) == (0.1, 0.2)
-    batch = ragged_batch(model)
-    z = log_ratios(forward(model, batch)[0], batch).requires_grad_()
-    r = (z / 2).exp()
-    sign = torch.where(batch.advantages < 0, -1.0, 1.0).unsqueeze(1)
-    objective = torch.minimum(r * sign, r.clamp(0.9, 1.2) * sign)
-    (weights,) = torch.autograd.grad(objective.sum(), z)
-    assert 0 < (weights == 0)[scored_tokens(batch).bool()].sum() < scored_tokens(batch).sum()
-    _, rows = backward(trainer, batch)
-    gradients = {p: p.grad.clone() for p in model.parameters()}
-    model.zero_grad()
-    signed = dataclasses.replace(batch, advantages=batch.advantages.abs())
-    expected = expected_gradients(model, signed, weights, rows, rule)
-    for p, gradient in gradients.items():
-        p.grad = gradient
-    check(model, expected)
 
 
 def test_weighting_is_told_of_the_behaviour_policy_and_the_mask(tmp_path):
@@ -279,13 +261,9 @@ def test_unscaled_term_that_was_not_announced_is_refused(tmp_path):
         trainer.compute_loss(trainer.model, ragged_batch(model).for_trl())
 
 
-def test_clipped_ratio_and_unscaled_term_are_refused():
+def test_what_would_count_a_ratio_twice_is_refused():
+    x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match="only one of the two"):
-        Weighted(log_ratio=torch.zeros(1, 1), unscaled=lambda: None)
-
-
-def test_reentrant_checkpointing_is_refused_where_a_weighting_goes_back_twice(tmp_path):
-    register("own")(Halved)
-    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    with pytest.raises(ValueError, match="token_weights='own' needs to go back through the model twice"):
-        training.build(tmp_path, token_weights="own", **settings)
+        Weighted(log_ratio=x, unscaled=lambda: None)
+    with pytest.raises(ValueError, match="`old_logps` together with"):
+        Weighted(weights=x, old_logps=x)

@@ -8,7 +8,7 @@ from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
 from isopo_trl.trl_seam.batch import Batch
-from isopo_trl.trl_seam.scoring import batch_logps
+from isopo_trl.trl_seam.scoring import Scoring
 from tests import oracle, tiny, training
 
 
@@ -61,14 +61,11 @@ class WithImages(ISOPOTrainer):
 
 
 @pytest.mark.parametrize("rule", ["fisher", "interacting"])
-def test_language_model_trains_on_images(rule, tmp_path):
-    trainer = training.build(tmp_path, vision_model(), WithImages, rule=rule, gradient_accumulation_steps=2)
-    training.train(trainer)
-
-
-def test_adapters_of_the_language_model_train_on_images(tmp_path):
-    options = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"])}
-    training.train(training.build(tmp_path, vision_model(), WithImages, options=options, max_steps=3))
+@pytest.mark.parametrize("trained", ["language model", "all", "adapters"])
+def test_a_vision_model_trains_on_images(trained, rule, tmp_path):
+    options = {"peft_config": LoraConfig(r=2, target_modules=["qkv", "q_proj"])} if trained == "adapters" else {}
+    model = vision_model(frozen=trained != "all")
+    training.train(training.build(tmp_path, model, WithImages, options=options, rule=rule))
 
 
 def test_steps_are_measured_by_sequences_that_take_their_images_along(tmp_path):
@@ -79,7 +76,7 @@ def test_steps_are_measured_by_sequences_that_take_their_images_along(tmp_path):
     batch = Batch(image_batch(4))
     batch["pixel_values"][16:32] *= 3
     with torch.no_grad():
-        whole, some = (batch_logps(trainer, each) for each in (batch, batch.rows([1, 3])))
+        whole, some = (Scoring(trainer).logps(each) for each in (batch, batch.rows([1, 3])))
     torch.testing.assert_close(some, whole[[1, 3]])
 
 
@@ -103,23 +100,17 @@ def tower_of(model):
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("targets", [None, "all-linear"], ids=["full", "lora"])
-def test_every_parameter_of_the_vision_tower_has_the_gradient_of_the_definition(targets, checkpointing, tmp_path):
+def test_every_parameter_of_the_vision_tower_has_the_gradient_of_the_definition(targets, tmp_path):
     model = vision_model(frozen=targets is not None).double()
     options = {}
     if targets is not None:
         options["peft_config"] = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-    trainer = training.prepared(
-        training.build(
-            tmp_path, model, options=options, fisher_samples=10_000, gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-        )
-    )  # fmt: skip
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    trainer = training.prepared(training.build(tmp_path, model, options=options, fisher_samples=10_000, **settings))
     model = trainer.model.double()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
     kinds = {row["parameter"]: row["kind"] for row in trainer.isopo.coverage()}
     in_tower = {kind for name, kind in kinds.items() if ".visual." in name}
     in_text = {kind for name, kind in kinds.items() if ".visual." not in name}
@@ -147,13 +138,6 @@ def test_every_parameter_of_the_vision_tower_has_the_gradient_of_the_definition(
         p.grad = found.get(name)
     error, name = oracle.worst_error(model, expected)
     assert error < 1e-9, f"{name}: {error}"
-
-
-@pytest.mark.parametrize("targets", [None, ["qkv", "q_proj"]], ids=["full", "lora"])
-def test_a_vision_tower_trains(targets, tmp_path):
-    options = {} if targets is None else {"peft_config": LoraConfig(r=2, target_modules=targets)}
-    trainer = training.build(tmp_path, vision_model(frozen=targets is not None), WithImages, options=options)
-    training.train(trainer)
 
 
 def test_a_vision_tower_under_reentrant_checkpointing_is_refused_before_the_first_step(tmp_path):

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl.generation import vllm_client, vllm_generation
 
-from isopo_trl.trl_seam.generation import generated_batches
+from isopo_trl.trl_seam.generation import Progress
 from tests import tiny, training
 from tests.trainer.vllm_server import Server
 
@@ -52,13 +52,9 @@ def merged(model):
         for name, p in model.base_model.model.named_parameters():
             if "lora_" in name:
                 continue
-            layer = (
-                model.base_model.model.get_submodule(name.partition(".base_layer")[0])
-                if "base_layer" in name
-                else None
-            )
-            own = p if layer is None else p + layer.get_delta_weight("default")
-            weights[name.replace(".base_layer", "")] = own.clone()
+            own, _, adapted = name.partition(".base_layer")
+            layer = model.base_model.model.get_submodule(own) if adapted else None
+            weights[own + adapted] = (p if layer is None else p + layer.get_delta_weight("default")).clone()
         return weights
 
 
@@ -66,18 +62,16 @@ def merged(model):
 def test_run_with_a_server_is_that_of_a_rollout_with_its_completions(server, peft, tmp_path):
     options = {"peft_config": peft}
     torch.manual_seed(3)
-    run = training.build(
-        tmp_path, options=options, use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url, **SETTINGS
-    )
+    vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+    run = training.build(tmp_path, options=options, **vllm, **SETTINGS)
     assert run.args.token_weights == "sampler"
     begun = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     synchronised = Synchronised(server)
     run.add_callback(synchronised)
-    lines = training.train(
-        run, still=("lora_A", "base_layer")
-    )  # TRL merges the adapter for the server and takes it out again
+    # TRL merges the adapter for the server and takes it out again
+    lines = training.train(run, still=("lora_A", "base_layer"))
     # The sampler's log-probabilities are taken as they come, and no pass is made for an old policy's
-    (batch,) = generated_batches(run)
+    (batch,) = Progress(run).batches
     assert "sampling_per_token_logps" in batch and "old_per_token_logps" not in batch
     # Every generation is of the step's own weights, so the ratio to the sampler is 1
     assert len(synchronised.errors) == 3 and max(synchronised.errors) < 1e-6
@@ -92,9 +86,8 @@ def test_run_with_a_server_is_that_of_a_rollout_with_its_completions(server, pef
         prompt_ids, completion_ids, logprobs = map(list, zip(*(next(rows) for _ in prompts), strict=True))
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
-    again = training.build(
-        tmp_path, options={**options, "rollout_func": replayed}, token_weights="sampler", **SETTINGS
-    )
+    options = {**options, "rollout_func": replayed}
+    again = training.build(tmp_path, options=options, token_weights="sampler", **SETTINGS)
     with torch.no_grad():
         for name, p in again.model.named_parameters():
             p.copy_(begun[name])

@@ -3,29 +3,26 @@
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 from isopo_trl import ISOPOConfig
 
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "learning"
 
 
-@pytest.fixture(scope="module")
-def runs():
+def test_every_run_of_the_matrix_is_configured_as_it_says(importable, tmp_path):
     from matrix import Matrix, Run, read_results
-
-    found = Matrix.read(FOLDER / "matrix.yaml").runs(read_results(FOLDER / "runs"))
-    return [run for run in found if isinstance(run, Run) and run.settings["steps"]]
-
-
-def test_every_run_of_the_matrix_is_configured_as_it_says(runs, tmp_path):
     from training_run import configuration
 
+    found = Matrix.read(FOLDER / "matrix.yaml").runs(read_results(FOLDER / "runs"))
+    runs = [run for run in found if isinstance(run, Run) and run.settings["steps"]]
     by_name = {field.name for field in fields(ISOPOConfig)} - {"steps_per_generation"}
     # Hold for all runs, and mean nothing to GRPO
     defaults = {"skip_zero_advantage", "fisher_scope"}
+    # Muon's steps are given to the trainer, whatever the configuration says
+    optimizers = {"adamw": ISOPOConfig(str(tmp_path), use_cpu=True, bf16=False).optim, "sgd": "sgd"}
     assert {run.settings["trainer"] for run in runs} == {"grpo", "isopo"}
+    assert {run.settings["optimizer"] for run in runs} == {*optimizers, "muon"}
+    assert {run.settings["optimizer"] for run in runs if run.group == "plain"} == {"sgd"}
     for run in runs:
         settings = run.settings
         args = configuration(settings, str(tmp_path))
@@ -40,11 +37,6 @@ def test_every_run_of_the_matrix_is_configured_as_it_says(runs, tmp_path):
         }.items() <= settings.items(), run.name
         for name in by_name & set(settings) - (defaults if settings["trainer"] == "grpo" else set()):
             assert getattr(args, name) == settings[name], (run.name, name)
-
-
-@pytest.mark.parametrize("method", ["grpo", "fisher"])
-def test_a_range_for_ratios_is_for_both_trainers(runs, method, tmp_path):
-    from training_run import configuration
-
-    settings = next(run.settings for run in runs if run.method == method)
-    assert configuration({**settings, "epsilon": 0.1}, str(tmp_path)).epsilon == 0.1
+        assert args.optim == optimizers.get(settings["optimizer"], args.optim) and not args.optim_args, run.name
+    clipped = next(run.settings for run in runs if run.method == "grpo") | {"epsilon": 0.1}
+    assert configuration(clipped, str(tmp_path)).epsilon == 0.1

@@ -12,41 +12,29 @@ def graders():
     return graders
 
 
-def test_our_reward_gives_the_teachers_verdict_wherever_it_is_not_debatable(graders):
+def test_our_reward_gives_the_teachers_verdict_and_the_results_say_where_not(graders):
+    """Wherever it is not debatable; elsewhere a change of the reading shows up in the published table."""
     cases, grade = graders.cases(), graders.graders()["gsm8k_reward"]
-    clear = [case for case in cases if "debatable" not in case]
-    assert len(clear) >= 340 and len({(case["completion"], case["gold"]) for case in cases}) == len(cases)
-    assert [case for case in clear if grade(case["completion"], case["gold"]) != case["correct"]] == []
-
-
-def test_where_it_is_debatable_the_results_say_what_ours_does(graders):
-    """So that a change of the reading shows up in the published table."""
-    grade = graders.graders()["gsm8k_reward"]
     published = Path(graders.__file__).parents[1].joinpath("RESULTS.md").read_text(encoding="utf-8").splitlines()
-    for case in graders.cases():
-        if "debatable" in case:
-            row = f"| {graders.cell(case['completion'])} | {case['gold']} | "
-            differs = grade(case["completion"], case["gold"]) != case["correct"]
-            assert any(line.startswith(row) for line in published) == differs, case
+    assert sum("debatable" not in case for case in cases) >= 340
+    assert len({(case["completion"], case["gold"]) for case in cases}) == len(cases)
+    for case in cases:
+        differs = grade(case["completion"], case["gold"]) != case["correct"]
+        row = f"| {graders.cell(case['completion'])} | {case['gold']} | "
+        assert differs == ("debatable" in case and any(line.startswith(row) for line in published)), case
 
 
 @pytest.mark.parametrize(
-    ("name", "completion", "verdict"),
+    ("name", "right", "wrong"),
     [
-        ("strict-match", "#### 72", True),
-        ("strict-match", "#### 72.", True),
-        ("strict-match", "#### 72\n#### 70", True),  # the first
-        ("strict-match", "#### $72", False),
-        ("strict-match", "#### 72.00", False),
-        ("strict-match", "72", False),
-        ("flexible-extract", "#### 72\nin 3 days", False),  # the last
-        ("flexible-extract", "It is $72.", True),
-        ("flexible-extract", "72\n\nQuestion: 1 + 1?\n2", True),
-        ("flexible-extract", "none", False),
+        # The first number behind ####, or the last number of all; in both cases as text
+        ("strict-match", ("#### 72", "#### 72.", "#### 72\n#### 70"), ("#### $72", "#### 72.00", "72")),
+        ("flexible-extract", ("It is $72.", "72\n\nQuestion: 1 + 1?\n2"), ("#### 72\nin 3 days", "none")),
     ],
 )
-def test_the_other_graders_read_as_their_patterns_do(graders, name, completion, verdict):
-    assert graders.graders()[f"lm-eval {name}"](completion, "72") is verdict
+def test_the_other_graders_read_as_their_patterns_do(graders, name, right, wrong):
+    grade = graders.graders()[f"lm-eval {name}"]
+    assert all(grade(text, "72") for text in right) and not any(grade(text, "72") for text in wrong)
 
 
 def test_the_tables_are_printed_with_and_without_math_verify(graders, monkeypatch, capsys):

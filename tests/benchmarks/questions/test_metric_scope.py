@@ -43,12 +43,14 @@ def test_kernel_and_norms_are_those_of_explicit_gradients(metric_scope, model, m
     model.requires_grad_(True)
     norms = package_norms(model, batch)
     step = metric_scope.Step(batch.lengths, GROUP)
+    assert {metric_scope.kind(name) for name in names} == set(metric_scope.KINDS)
+    drawn = step.drawn(step.cut(2), 6)  # as many in each microbatch as there are
+    assert drawn.sum() == 12
     V = {name: [] for name in names}
     for s in range(4):
         sequence_gradient(model, batch, s)
         for name in names:
             V[name].append(torch.cat([p.grad.flatten() for p in model.get_submodule(name).parameters(recurse=False)]))
-    assert {metric_scope.kind(name) for name in names} == set(metric_scope.KINDS)
     for name in names:
         v, own = torch.stack(V[name]), rows[name]
         sequence = step.sequence[own.place]
@@ -61,30 +63,18 @@ def test_kernel_and_norms_are_those_of_explicit_gradients(metric_scope, model, m
         for scope, size in (("all", "4"), ("sampled", "4"), ("kept", "64"), ("sampled", "step")):
             assert found[scope][size]["rank"] == pytest.approx(1)
             assert found[scope][size]["spread"] == pytest.approx(0, abs=1e-9)
-        # One sequence by itself: the metric of its own positions
-        alone = [metric_scope.fisher(overlap[sequence == s][:, s], own.square()[sequence == s]) for s in range(4)]
-        spread = (torch.stack(alone) / expected).log().std().item()
-        assert found["all"]["1"]["spread"] == pytest.approx(spread)
-        # And against the metric of the others'
-        others = [metric_scope.fisher(overlap[sequence != s][:, s], own.square()[sequence != s]) for s in range(4)]
-        spread = (torch.stack(alone) / torch.stack(others)).log().std().item()
-        assert found["all"]["1"]["spread_elsewhere"] == pytest.approx(spread)
+        # One sequence by itself: the metric of its own positions, beside all and beside the others'
+        alone, others = (
+            torch.stack([metric_scope.fisher(overlap[part(s)][:, s], own.square()[part(s)]) for s in range(4)])
+            for part in (sequence.eq, sequence.ne)
+        )
+        for key, reference in (("spread", expected), ("spread_elsewhere", others)):
+            assert found["all"]["1"][key] == pytest.approx((alone / reference).log().std().item())
         # Projections keep inner products on average: that of many is near
         generator = torch.Generator().manual_seed(0)
         projected = torch.zeros(4, 20_000, dtype=v.dtype)
         projected.index_add_(0, sequence, own.projected(20_000, generator))
         torch.testing.assert_close(projected @ projected.t(), K, rtol=0, atol=0.1 * K.diagonal().max().item())
-
-
-def test_as_many_positions_are_drawn_in_each_microbatch_as_there_are(metric_scope):
-    step = metric_scope.Step([5, 3, 7, 2], GROUP)
-    for _ in range(5):
-        microbatch = step.cut(2)
-        assert torch.bincount(microbatch).tolist() == [2, 2]
-        drawn = step.drawn(microbatch, 6)
-        for number in range(2):
-            inside = (microbatch == number)[step.sequence]
-            assert drawn[inside].sum() == min(6, inside.sum())
 
 
 def test_errors_of_the_interacting_solution_are_those_of_its_equation(metric_scope):
