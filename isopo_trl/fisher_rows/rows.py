@@ -6,6 +6,9 @@ last step, which every microbatch of this step is measured with, and the rows th
 Which positions are sampled is decided by priorities ([`~geometry.reservoir`]), once per microbatch; the backward of
 each layer then copies its rows. When the step is closed, ranks agree on the best of all of them and exchange their
 rows.
+
+This file is long because rows come in five ways: at once, inside a kernel that measures, part by part from the LM
+head, by experts, and as gradients of whole sequences.
 """
 
 from collections.abc import Callable, Sequence

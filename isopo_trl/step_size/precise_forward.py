@@ -11,9 +11,10 @@ which looks like a step of 1e-6 nats per token in TF32, but of 1e-4 to 1e-3 in b
 So in passes of [`PreciseForward`] activations are in float32, and narrower weights are widened where they are used. On
 GPUs, where float32 is slow, layers multiply in float16, which has as many bits as TF32, 11, and so the same noise
 (bf16 has 8), and sums are in float32. Of a weight in float32 there are two products: with its first 11 bits, and with
-the rest.
-PyTorch's fused attention, which has no weights, is in float16 as well. Numbers that are too large for it are cut to
-the largest that is taken, before the step as after it. All other products are in float32 proper.
+the rest. PyTorch's fused attention, which has no weights, is in float16 as well. Numbers that are too large for it are
+cut to the largest that is taken, before the step as after it. All other products are in float32 proper.
+
+This file is long because no library multiplies weights of float32 in float16 without losing what a step has changed.
 """
 
 from collections.abc import Callable, Iterator

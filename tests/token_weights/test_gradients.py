@@ -35,7 +35,7 @@ def crossed():
                 yield pytest.param(name, lora, rule, id=f"{name}-{'lora' if lora else 'full'}-{rule}")
 
 
-@pytest.mark.parametrize(("name", "lora", "rule"), crossed())
+@pytest.mark.parametrize(("name", "lora", "rule"), list(crossed()))
 def test_gradient_is_the_definition(name, lora, rule, tmp_path):
     model = build("llama", lora)
     trainer = trainer_for(model, tmp_path, rule=rule, **WEIGHTS[name])
