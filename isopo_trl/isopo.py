@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from .fisher_rows.rows import FisherRows
+from .fisher_rows.rows import Draw, FisherRows
 from .fisher_rows.scope import valid_samples, valid_scope
 from .geometry.sequences import Sequences, draw_samples
 from .layers.parts import part_of
@@ -95,6 +96,7 @@ class ISOPO:
         self._running: RunningStatistics | None = None
         self._loaded: dict[str, Any] | None = None
         self._model = model
+        self._naming: RemovableHandle | None = None  # in a microbatch whose sequences have no keys
         self._parameters_are_planned = False  # checked once per optimizer step
         self.every_layer_was_reached = False  # checked in the first backward
         self._outlier_was_reported = False
@@ -132,6 +134,11 @@ class ISOPO:
         self.abort()
         for layer in (*self.layers, *self._shortcuts):
             layer.detach()
+
+    def _stop_naming(self) -> None:
+        if self._naming is not None:
+            self._naming.remove()
+            self._naming = None
 
     # One microbatch
 
@@ -185,8 +192,10 @@ class ISOPO:
                 number of accumulated microbatches.
             sequence_keys (`torch.Tensor`, *optional*):
                 `[m]`, whole numbers, only for `fisher_scope="step"`: by which each sequence is known, in whichever
-                microbatch and on whichever rank it is ([`~geometry.reservoir.content_keys`] makes them of its tokens).
-                If `None`, its number in the step, counted over ranks in turn.
+                microbatch and step and on whichever rank it is ([`~geometry.reservoir.content_keys`] makes them of its
+                tokens). A sequence is not measured with rows of its own from the step before. If `None`, draws go by
+                its number in the step, counted over ranks in turn, and it is known again by the `input_ids` that the
+                model is called with, if it is.
             prompts (`torch.Tensor`, *optional*):
                 `[m]`, number of each sequence's prompt, by which cosines between gradients are reported.
             signs (`torch.Tensor`, *optional*):
@@ -223,8 +232,10 @@ class ISOPO:
         samples = draw = None
         if self._rows is not None:
             keys = self._keys(sequence_keys, advantages)
-            draw = self._rows.draw(real, sequences, keys, loss_scale)
+            draw = self._rows.draw(real, sequences, keys, loss_scale, None if sequence_keys is None else keys)
             samples = draw.samples
+            if sequence_keys is None:
+                self._naming = self._model.register_forward_pre_hook(_NamedByTokens(draw), with_kwargs=True)
         elif self.rule.needs.overlap:
             # The draw is a function of (seed, microbatch number over all ranks): nothing but a counter to save
             world, rank = _world()
@@ -289,6 +300,7 @@ class ISOPO:
 
     def abort(self) -> None:
         """Forget the microbatch under way."""
+        self._stop_naming()
         if self.current is not None:
             self.current.closed = True
             if self._rows is not None and any(self.current.visits):
@@ -307,6 +319,7 @@ class ISOPO:
     def _close(self) -> None:
         """Close the microbatch under way, if there is one, and take its figures into the step's."""
         microbatch, self._current.microbatch = self.current, None
+        self._stop_naming()
         if microbatch is None:
             return
         microbatch.closed = True
@@ -387,7 +400,7 @@ class ISOPO:
         if self._rows is not None:
             # Rows of a step in which nothing counts, such as a pass that only DeepSpeed needs, would all be zero
             self._rows.close(keep=figures["broken_sequences"] == 0 and self._running.sequences > 0)
-            self._running.by_rows = [self._rows.is_held(layer.index) for layer in self._layer_of_entry]
+            self._running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
             self._sequences = 0
         self._report_outlier(self._running.proportions, number)
         return figures
@@ -421,7 +434,7 @@ class ISOPO:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None
             if self._rows is not None:
-                self._running.by_rows = [self._rows.is_held(layer.index) for layer in self._layer_of_entry]
+                self._running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
         return self._running
 
     # State
@@ -473,7 +486,7 @@ class ISOPO:
         if self._running is not None and state["running"] is not None:
             self._running.load_state_dict(state["running"])
             if self._rows is not None:
-                self._running.by_rows = [self._rows.is_held(layer.index) for layer in self._layer_of_entry]
+                self._running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
         else:
             self._loaded = state["running"]
 
@@ -511,6 +524,24 @@ class ISOPO:
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+class _NamedByTokens:
+    """
+    Hook before a model's forward: the sequences of a microbatch that were given no keys are known by their tokens. A
+    copy of the model has one that does nothing.
+    """
+
+    def __init__(self, draw: Draw | None = None):
+        self._draw = draw
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if self._draw is not None and isinstance(ids, torch.Tensor) and not ids.is_floating_point():
+            self._draw.name(ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _NamedByTokens, ()
 
 
 def valid_decay(regularization_decay: float) -> float:

@@ -1,9 +1,10 @@
 """What the backward of every layer needs to know about the microbatch it is part of."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from .fisher_rows.rows import Draw
 from .geometry.sequences import SampleRows, Samples, Sequences
@@ -138,13 +139,15 @@ class Microbatch:
         """
         self._visit(index, count)
         if self._kernel_ledger is None:
-            self._kernel_ledger = KernelLedger(self.ledger)
+            names = None if self.draw is None else self.draw.names_of_rows_and_sequences
+            self._kernel_ledger = KernelLedger(self.ledger, names)
         return Entry(self._kernel_ledger, index)
 
     def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:
         """Coefficients `[m]` of layer `index`, to which the backward has come; entered for means and log."""
         self._visit(index)
         history = self.running.expectations(index)
+        statistics = self._with_own(index, statistics)
         result = self.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
         self.ledger.record(index, result, statistics.ntk)
         return result.c
@@ -153,10 +156,20 @@ class Microbatch:
         """Coefficients `[E, m]` of the layers of a stack; `statistics` have a first dimension `E`."""
         self._visit(indices.start, len(indices))
         entries = slice(indices.start, indices.stop)
-        history, known = self.running.history[entries], self.running.known[entries]
+        history, known = self.running.history[entries], self.running.serves[entries]
+        statistics = self._with_own(indices.start, statistics)
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
         self.ledger.record(entries, result, statistics.ntk)
         return result.c
+
+    def _with_own(self, index: int, statistics: Statistics) -> Statistics:
+        """The statistics of layer `index`, with what is said about samples from before."""
+        own = None if self.draw is None or statistics.overlap is None else self.draw.own(index)
+        if own is None:
+            return statistics
+        assert statistics.overlap is not None
+        added = statistics.overlap.shape[-2] - len(own)  # samples that only fill up
+        return replace(statistics, own=functional.pad(own, (0, 0, 0, added)) if added else own)
 
     def _visit(self, index: int, count: int = 1) -> None:
         if self.closed:

@@ -269,12 +269,15 @@ def without_noise(norms, running_mean_square=None, level=NOISE):
     return [0.0 if x < level * largest**0.5 else x for x in norms]
 
 
-def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None):
+def coefficients(
+    V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None, owners=None
+):
     """
     The coefficient of each sequence by the formulas: `V` `[m, parameters]`, `G_samples` `[n, parameters]`.
 
     `history` gives the running means by name; without it they are the microbatch's own. `regularization` is that of
-    the rule's default if `None`.
+    the rule's default if `None`. `owners` `[n]`, if given, are the numbers of the sequences that samples are of: their
+    own do not count for them.
     """
     N = [v.norm().item() for v in V]
     if rule == "interacting":
@@ -292,8 +295,13 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
     exponents = rule if isinstance(rule, tuple) else EXPONENTS[rule]
     default = 1.0 if sum(map(abs, exponents)) > 2 else 0.1
     lam = default if regularization is None and any(exponents) else regularization or 0.0
-    weight = G_samples.square().sum().item()
-    F = [((G_samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v in V]
+    owners = torch.full((len(G_samples),), -1) if owners is None else owners
+    others = [G_samples[owners != s] for s in range(len(V))]
+    weights = [samples.square().sum().item() for samples in others]
+    F = [
+        ((samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0
+        for v, samples, weight in zip(V, others, weights, strict=True)
+    ]
     F, N = (
         without_noise(x, None if history is None else history.get(name))
         for name, x in (("fisher^2", F), ("norm^2", N))
@@ -325,12 +333,13 @@ def coefficients(V, G_samples, A, rule, regularization=None, keep_small=False, s
                 regular = (x * x + level) ** 0.5
             product *= regular**exponent if regular > 0 else 0.0
         f.append(product)
-    if "fisher" in looked_at and weight == 0:  # nothing is known of F: everybody gets the mean multiplier
-        f = [1.0 if scale == "relative" else 0.0 if history is None else history["fx"] / history["x"]] * len(V)
-    elif scale == "relative" and used:
+    if scale == "relative" and used:
         x = F if "fisher" in looked_at else N
         numerator = mean("fx", [a * b for a, b in zip(f, x, strict=True)])
         f = [value * mean("x", x) / numerator if numerator > 0 else 0.0 for value in f]
+    if "fisher" in looked_at:  # where nothing is known of F, a sequence gets the mean multiplier
+        middle = 1.0 if scale == "relative" else 0.0 if history is None else history["fx"] / history["x"]
+        f = [value if weight > 0 else middle for value, weight in zip(f, weights, strict=True)]
     return A.to(V.dtype) * torch.tensor(f, dtype=V.dtype)
 
 

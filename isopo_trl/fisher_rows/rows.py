@@ -13,6 +13,7 @@ head, by experts, and as gradients of whole sequences.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from ..kernels.fisher_rows import Into
 
 # Elements of all layers' gradients of whole sequences, where these are the samples: 1 GiB in float32
 MOST_ELEMENTS = 2**28
+# Names of sequences whose tokens are not known, now and in the step before: the two are different
+UNNAMED, UNNAMED_BEFORE = -1, -2
 # Fewer sequences than that are not worth collecting: the metric would be that of one or two of them
 FEWEST_SEQUENCES = 8
 
@@ -84,20 +87,31 @@ class FisherRows:
         self._layers: dict[int, LayerRows] = {}
         # Priorities of what has been collected, `[n]`, by the number of sequences of [`LayerRows`]
         self._priorities: dict[int, torch.Tensor] = {}
+        # Names `[n]` of the sequences of what has been collected, and of what is held, likewise
+        self._names: dict[int, torch.Tensor] = {}
+        self._held_names: dict[int, torch.Tensor] = {}
         self._exchange: list[Any] = []  # between ranks, under way
         self._loaded: dict[str, Any] | None = None
 
     # One microbatch
 
-    def draw(self, real: torch.Tensor, sequences: Sequences, keys: torch.Tensor, loss_scale: float) -> "Draw":
+    def draw(
+        self,
+        real: torch.Tensor,
+        sequences: Sequences,
+        keys: torch.Tensor,
+        loss_scale: float,
+        names: torch.Tensor | None = None,
+    ) -> "Draw":
         """
         Decide which rows of a microbatch are collected.
 
         Args:
             real (`torch.Tensor`): `[B, T]`, which positions are not padding.
             sequences ([`Sequences`]): the sequences.
-            keys (`torch.Tensor`): `[m]`, by which a sequence is known, however the step is cut.
+            keys (`torch.Tensor`): `[m]`, by which a sequence is known within the step, however that is cut.
             loss_scale (`float`): constant that the loss carries.
+            names (`torch.Tensor`, *optional*): `[m]`, by which a sequence is known in the next step, too.
         """
         self._wait()
         self._place_loaded(real.device)
@@ -111,6 +125,8 @@ class FisherRows:
             rows,
             lambda: reservoir.sequence_priorities(there, keys, salt),
             self._loss_scale / loss_scale,
+            sequences,
+            names,
         )
 
     def is_held(self, layer: int) -> bool:
@@ -123,6 +139,14 @@ class FisherRows:
         """The rows of the layer from the step before, if there are any."""
         found = self._layers.get(layer)
         return None if found is None else found.held
+
+    def held_names(self, sequences: int) -> torch.Tensor | None:
+        """Names `[n]` of the sequences that rows from the step before are of; see [`Draw.name`]."""
+        return self._held_names.get(sequences)
+
+    def found(self, layer: int) -> LayerRows | None:
+        """The rows of the layer, if it has any."""
+        return self._layers.get(layer)
 
     def sequences_of(self, elements: int) -> int:
         """How many sequences' gradients of so many elements are collected of a layer; 0 where that is too few."""
@@ -169,14 +193,16 @@ class FisherRows:
             if index in self._layers:
                 layer = self._layers[index]
                 Slots(layer.collected, draw.source(layer.sequences)).put_nothing()
-        for sequences, (priorities, _) in draw.outcomes.items():
+        for sequences, (priorities, source) in draw.outcomes.items():
             self._priorities[sequences] = priorities
+            names, before = draw.names_of(source, sequences), self._names.get(sequences)
+            self._names[sequences] = names if before is None else torch.where(source.keeps, before, names)
 
     # One step
 
     def restart(self) -> None:
         """Forget what this step has collected: a microbatch was broken off, or its numbers are not finite."""
-        self._priorities = {}
+        self._priorities, self._names = {}, {}
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}  # of one type, many are filled by few launches
         for layer in self._layers.values():
             for x in layer.collected.values():
@@ -195,6 +221,7 @@ class FisherRows:
             else:
                 for layer in self._layers.values():
                     layer.exchange()
+                self._held_names = self._names
             self.closed_steps += 1
         self.restart()
 
@@ -224,13 +251,17 @@ class FisherRows:
 
     def _order(self, sequences: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's rows goes to each slot, `[n]`, and which slots are not this rank's to fill."""
-        own, slots = self._priorities.get(sequences), sequences or self.samples
-        if own is None:  # no layer of this set was reached here
-            own = torch.full((slots,), reservoir.ABSENT, device=device)
-        everyone = own.new_empty(dist.get_world_size() * slots)
+        slots, nobody = sequences or self.samples, (reservoir.ABSENT, UNNAMED_BEFORE)
+        if sequences in self._priorities:
+            own = torch.stack([self._priorities[sequences], self._names[sequences]])
+        else:  # no layer of this set was reached here
+            own = torch.tensor(nobody, device=device).unsqueeze(1).repeat(1, slots)
+        everyone = own.new_empty(dist.get_world_size() * 2, slots)
         dist.all_gather_into_tensor(everyone, own)
+        priorities, names = everyone[0::2].flatten(), everyone[1::2].flatten()
         # In the order of priority, so that slots are the same however the step was cut
-        values, places = everyone.topk(slots, largest=False)
+        values, places = priorities.topk(slots, largest=False)
+        self._held_names[sequences] = names[places]
         mine = (places // slots == dist.get_rank()) & (values != reservoir.ABSENT)
         return places % slots, ~mine
 
@@ -252,6 +283,7 @@ class FisherRows:
             "samples": self.samples,
             "loss_scale": self._loss_scale,
             "sequences": {index: self._layers[index].sequences for index in rows},
+            "names": {sequences: x.cpu() for sequences, x in self._held_names.items()},
             # Copies, since what is held is written over
             "rows": {index: {name: x.to("cpu", copy=True) for name, x in of.items()} for index, of in rows.items()},
         }
@@ -277,6 +309,7 @@ class FisherRows:
                 )
                 layer.exchange()
                 self._layers[index] = layer
+            self._held_names = {sequences: x.to(device) for sequences, x in state["names"].items()}
             self.restart()
 
 
@@ -290,6 +323,8 @@ class Draw:
         priorities, rows (`torch.Tensor`): `[m, T]`, of its positions.
         of_sequences (`Callable`): returns priorities `[m]` of whole sequences, which few models need.
         factor (`float`): that makes its rows comparable with the others'.
+        sequences ([`Sequences`]): its sequences.
+        names (`torch.Tensor`, *optional*): `[m]`, by which a sequence is known in other steps; see [`name`].
 
     Attributes:
         samples ([`Samples`]): the best positions of this microbatch alone, for layers that have no rows from before.
@@ -302,13 +337,52 @@ class Draw:
     rows: torch.Tensor
     of_sequences: Callable[[], torch.Tensor]
     factor: float
+    sequences: Sequences
+    names: torch.Tensor | None = None
     samples: Samples = field(init=False)
     outcomes: dict[int, tuple[torch.Tensor, reservoir.Source]] = field(init=False, default_factory=dict)
     _slots: torch.Tensor | None = field(init=False, default=None)
+    _own: dict[int, torch.Tensor | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
         self.offered, self.samples = reservoir.best(self.priorities, self.rows, self.rows_of_layers.samples)
         self.source()
+
+    def name(self, ids: torch.Tensor) -> None:
+        """Name the sequences by their tokens, `ids` `[B, T]`, unless they have names, or these are other positions."""
+        if self.names is None and ids.numel() == self.sequences.rows:
+            tokens = ids.reshape(-1)[self.rows.clamp(min=0)]
+            self.names = reservoir.content_keys(tokens, self.priorities != reservoir.ABSENT)
+
+    def names_of(self, source: reservoir.Source, sequences: int = 0) -> torch.Tensor:
+        """Names `[n]` of the sequences that slots get rows of, whatever it is where they get none."""
+        if self.names is None:
+            return torch.full_like(source.numbers, UNNAMED_BEFORE)
+        numbers = source.rows
+        if not sequences:
+            ids = self.sequences.ids
+            numbers = numbers // self.sequences.length if ids is None else ids[numbers]
+        return self.names[numbers]
+
+    @cached_property
+    def names_of_rows_and_sequences(self) -> torch.Tensor | None:
+        """`[n + m]`, the names of the sequences of rows from before, and of this microbatch's; `None` without rows."""
+        before = self.rows_of_layers.held_names(0)
+        return None if before is None else torch.cat([before, self._named()])
+
+    def own(self, index: int) -> torch.Tensor | None:
+        """`[n, m]`, which rows from before of layer `index` are a sequence's own; `None` without rows from before."""
+        found = self.rows_of_layers.found(index)
+        if found is None or found.held is None:
+            return None
+        if found.sequences not in self._own:
+            before = self.rows_of_layers.held_names(found.sequences)
+            own = None if before is None else before.unsqueeze(1) == self._named()
+            self._own[found.sequences] = own
+        return self._own[found.sequences]
+
+    def _named(self) -> torch.Tensor:
+        return self.rows.new_full((len(self.rows),), UNNAMED) if self.names is None else self.names
 
     def source(self, sequences: int = 0) -> reservoir.Source:
         """What each slot gets: of positions, or of so many whole sequences."""

@@ -36,12 +36,14 @@ class Statistics:
         sample_norm (`torch.Tensor`, *optional*): `[n]`, squared norm of position j's gradient, `|g_j|^2 k(a_j, a_j)`.
         norm (`torch.Tensor`, *optional*): `[m]`, `|V_s|^2`.
         ntk (`torch.Tensor`, *optional*): `[m, m]`, `<V_i, V_j>`.
+        own (`torch.Tensor`, *optional*): `[n, m]`, whether sample j is of sequence s itself, from an earlier step.
     """
 
     overlap: torch.Tensor | None = None
     sample_norm: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     ntk: torch.Tensor | None = None
+    own: torch.Tensor | None = None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -340,13 +342,19 @@ def sequence_sample_statistics(V: torch.Tensor, needs: Needs, samples: SampleRow
     )
 
 
-def fisher_norm(overlap: torch.Tensor, sample_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fisher_norm(
+    overlap: torch.Tensor, sample_norm: torch.Tensor, own: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    `F_s = sqrt(sum_j overlap_js^2 / sum_j |gradient_j|^2)`, `[m]`, and whether any sampled position has a gradient: if
-    none has, `F` is zero but not known to be.
+    `F_s = sqrt(sum_j overlap_js^2 / sum_j |gradient_j|^2)`, `[m]`, over the samples that are not the sequence's `own`
+    (see [`Statistics`]), and whether any of them has a gradient: if none has, `F` is zero but not known to be.
     """
     dtype = scalar_dtype(overlap.device)
-    weight = sample_norm.sum(dtype=dtype)
+    if own is None:
+        weight = sample_norm.sum(dtype=dtype)
+    else:
+        overlap = overlap.masked_fill(own, 0)
+        weight = sample_norm.unsqueeze(1).masked_fill(own, 0).sum(0, dtype=dtype)
     F = torch.linalg.vector_norm(overlap, dim=0, dtype=dtype) * weight.clamp(min=torch.finfo(dtype).tiny).rsqrt()
     return F, weight != 0
 

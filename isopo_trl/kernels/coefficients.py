@@ -112,15 +112,19 @@ class KernelLedger(Scratch):
 
     Args:
         ledger ([`Ledger`]): where coefficients go.
+        names (`torch.Tensor`, *optional*): `[n + m]`, names of the sequences that samples from before are of, and of
+            the microbatch's; where there are such samples.
 
     Attributes:
         needs ([`Needs`]): the statistics that the rule asks for.
         variant (`int`): what the kernels are compiled for.
+        named (`bool`): whether samples from before have names.
         counter (`torch.Tensor`): zeros, with which the programs of a kernel find out which of them is the last.
-        fixed ([`Fixed`]): counter, table, advantages, history and the rule's numbers: the last tensors of each kernel.
+        fixed ([`Fixed`]): counter, table, advantages, history, the rule's numbers, and names: the last tensors of each
+            kernel.
     """
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger, names: torch.Tensor | None = None):
         super().__init__()
         self.rule, self.table, self.advantages = ledger.rule, ledger.table, ledger.advantages
         self.needs = ledger.rule.needs
@@ -129,7 +133,9 @@ class KernelLedger(Scratch):
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
         layers = len(ledger.table)
         settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
-        self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings))
+        self.named = names is not None
+        names = self.counter if names is None else names  # which nothing looks at
+        self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings, names))
 
     def rows_like(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -167,10 +173,12 @@ class Overlaps(NamedTuple):
         sums (`torch.Tensor`): squared norms of the samples' gradients, `[n]`, and behind them the overlaps by blocks
             of positions, `[m, blocks, n]`.
         samples (`int`): number of samples, n.
+        named (`bool`): whether these are rows of the step before, with names.
     """
 
     sums: torch.Tensor
     samples: int
+    named: bool = False
 
 
 def tiles(m: int, n: int, blocks: int) -> tuple[int, int, int]:
@@ -190,14 +198,17 @@ def _is_last(counter, total):
 
 
 @jit()
-def _fisher_square(partial, norms, m, n, blocks, BM: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr):
+def _fisher_square(
+    partial, norms, names, m, n, blocks, NAMED: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr
+):
     """
     `F_s^2` `[BM]` from overlaps `partial` `[m, blocks, n]`, to be added over the blocks, and the squared norms of the
-    samples' gradients, `norms` `[n]`; and whether any sample has a gradient.
+    samples' gradients, `norms` `[n]`; and whether any sample has a gradient. If `NAMED`, samples with a sequence's own
+    name are left out; `names` `[n + m]` are those of the samples and of the sequences.
     """
     s = tl.arange(0, BM)
     square = tl.zeros((BM,), tl.float64)
-    weight = tl.zeros((BN,), tl.float64)
+    total = tl.zeros((BM,), tl.float64)
     for first in range(0, n, BN):
         j = first + tl.arange(0, BN)
         overlap = tl.zeros((BM, BN), tl.float64)
@@ -206,10 +217,22 @@ def _fisher_square(partial, norms, m, n, blocks, BM: tl.constexpr, BB: tl.conste
             at = (s[:, None, None] * blocks + b[None, :, None]) * n + j[None, None, :]
             inside = (s < m)[:, None, None] & (b < blocks)[None, :, None] & (j < n)[None, None, :]
             overlap += tl.sum(tl.load(partial + at, mask=inside, other=0.0, cache_modifier=".cg"), 1)
-        square += tl.sum(overlap * overlap, 1)
-        weight += tl.load(norms + j, mask=j < n, other=0.0, cache_modifier=".cg")
-    total = tl.sum(weight, 0)
+        weight = tl.load(norms + j, mask=j < n, other=0.0, cache_modifier=".cg").to(tl.float64)
+        counted = _counted(names, names + n, j, s, n, m, NAMED)
+        square += tl.sum(tl.where(counted, overlap * overlap, 0.0), 1)
+        total += tl.sum(tl.where(counted, weight[None, :], 0.0), 1)
     return square / tl.where(total == 0, 1.0, total), total != 0
+
+
+@jit()
+def _counted(of_samples, of_sequences, j, s, n, m, NAMED: tl.constexpr):
+    """`[BM, BN]`, whether samples `j` count in the norms of sequences `s`: where their names are not the same."""
+    if NAMED:
+        sample = tl.load(of_samples + j, mask=j < n, other=0)
+        sequence = tl.load(of_sequences + s, mask=s < m, other=0)
+        return sequence[:, None] != sample[None, :]
+    else:
+        return (s >= 0)[:, None] & (j >= 0)[None, :]
 
 
 @jit()

@@ -49,6 +49,7 @@ def _elementwise_kernel(
     advantages,
     history,
     settings,
+    names,
     m,
     T,
     n,
@@ -58,6 +59,7 @@ def _elementwise_kernel(
     D: tl.constexpr,
     SUMMED: tl.constexpr,
     STORE: tl.constexpr,
+    NAMED: tl.constexpr,
     VARIANT: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -164,7 +166,7 @@ def _elementwise_kernel(
                             weight += tl.load(norms + b * n + j, mask=j < n, other=0.0, cache_modifier=".cg")
                         tl.store(norms + j, weight, mask=j < n)
                     tl.debug_barrier()
-                    fisher_square, informed = _fisher_square(partial, norms, m, n, blocks, BM, BB, BN)
+                    fisher_square, informed = _fisher_square(partial, norms, names, m, n, blocks, NAMED, BM, BB, BN)
                 _non_interacting(
                     fisher_square,
                     informed,
@@ -198,6 +200,7 @@ def _elementwise_plan(
     D: int,
     summed: bool,
     store: bool,
+    named: bool,
     needs: Needs,
     variant: int,
     dtypes: tuple[torch.dtype, ...],
@@ -212,7 +215,7 @@ def _elementwise_plan(
     acc, _ = types_of(dtypes[0])
     size = (m + 1) * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
     precision = "ieee" if acc == tl.float64 else "tf32x3"
-    constants = (D, summed, store, variant, acc, precision, 64, BD, BM, BN, BB)
+    constants = (D, summed, store, named, variant, acc, precision, 64, BD, BM, BN, BB)
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
 
@@ -247,8 +250,9 @@ def elementwise_gradient(
     of_samples = samples.g if isinstance(samples, SampleRows) else v
     kept, slots = (ledger.counter, ledger.counter) if into is None else into
     dtypes = (v.dtype, dtype, of_samples.dtype, kept.dtype)
-    store = into is not None
-    plan, splits, size = _elementwise_plan(m, T, n, D, summed, store, ledger.needs, ledger.variant, dtypes, v.device)
+    named = ledger.named and isinstance(samples, SampleRows)
+    shape = (m, T, n, D, summed, into is not None, named)
+    plan, splits, size = _elementwise_plan(*shape, ledger.needs, ledger.variant, dtypes, v.device)
     if sums is None:
         sums = ledger.scratch(v, "sums", m, splits, D)
     else:

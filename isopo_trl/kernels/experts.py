@@ -16,7 +16,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.routing import Routing
 from ..geometry.sequences import SampleRows, Samples
-from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, Entry, _interacting, _non_interacting, tiles
+from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, Entry, _counted, _interacting, _non_interacting, tiles
 from .fisher_rows import LARGE_BLOCK, _square_sum
 from .launch import Plan, jit, launch, part_of, power_of_two, types_of
 from .linear import _by_row, _pipeline, _row_products
@@ -167,6 +167,7 @@ def _expert_products_kernel(
 @jit(do_not_specialize=["m", "count", "parts", "index"])
 def _expert_coefficients_kernel(
     norms,
+    samples,
     sample_bounds,
     sums,
     counter,
@@ -174,10 +175,12 @@ def _expert_coefficients_kernel(
     advantages,
     history,
     settings,
+    names,
     m,
     count,
     parts,
     index,
+    K: tl.constexpr,
     VARIANT: tl.constexpr,
     ACC: tl.constexpr,
     BM: tl.constexpr,
@@ -196,7 +199,7 @@ def _expert_coefficients_kernel(
         norm_square = tl.zeros((BM,), tl.float64)
         informed = True
         if VARIANT & OVERLAP:
-            weight = tl.zeros((BN,), tl.float64)
+            total = tl.zeros((BM,), tl.float64)
             last_sample = tl.load(sample_bounds + e + 1)
             for start in range(tl.load(sample_bounds + e), last_sample, BN):
                 j = start + tl.arange(0, BN)
@@ -206,9 +209,15 @@ def _expert_coefficients_kernel(
                     at = count + (s[:, None, None] * parts + b[None, :, None]) * count + j[None, None, :]
                     inside = (s < m)[:, None, None] & (b < parts)[None, :, None] & (j < last_sample)[None, None, :]
                     overlap += tl.sum(tl.load(norms + at, mask=inside, other=0.0).to(tl.float64), 1)
-                fisher_square += tl.sum(overlap * overlap, 1)
-                weight += tl.load(norms + j, mask=j < last_sample, other=0.0)
-            total = tl.sum(weight, 0)
+                weight = tl.load(norms + j, mask=j < last_sample, other=0.0).to(tl.float64)
+                if K > 0:  # samples have names; each position is so many of them
+                    n = count // K
+                    position = tl.load(samples + j, mask=j < last_sample, other=0) // K
+                    counted = _counted(names, names + n, position, s, n, m, True)
+                else:
+                    counted = _counted(names, names, j, s, 0, m, False)
+                fisher_square += tl.sum(tl.where(counted, overlap * overlap, 0.0), 1)
+                total += tl.sum(tl.where(counted, weight[None, :], 0.0), 1)
             fisher_square = fisher_square / tl.where(total == 0, 1.0, total)
             informed = total != 0
         if VARIANT & NORM:
@@ -308,9 +317,11 @@ def _products_plan(
 
 
 @lru_cache(maxsize=4096)
-def _coefficients_plan(m: int, E: int, parts: int, variant: int, dtype: torch.dtype, device: torch.device) -> Plan:
+def _coefficients_plan(
+    m: int, E: int, parts: int, k: int, variant: int, dtype: torch.dtype, device: torch.device
+) -> Plan:
     BM, BN, BB = tiles(m, _SAMPLES, parts)
-    return Plan((E, 1, 1), (variant, types_of(dtype)[0], BM, BN, BB, power_of_two(parts)))
+    return Plan((E, 1, 1), (k, variant, types_of(dtype)[0], BM, BN, BB, power_of_two(parts)))
 
 
 @lru_cache(maxsize=4096)
@@ -357,13 +368,14 @@ def expert_coefficients(
     # Twice as many as the rows of a sequence take at an expert on average
     parts = max(1, min(_PARTS, -(-2 * len(g) // (m * E * _ROWS))))
     norms = sums = bounds
-    sample_bounds, count = bounds, 0
+    sample_bounds, rows, count, k = bounds, bounds, 0, 0
     if needs.overlap:
         assert samples is not None
         g_samples, a_samples, from_before = g, a, isinstance(samples, SampleRows)
         if isinstance(samples, SampleRows):
             g_samples, a_samples = samples.g, samples.inputs
             rows, sample_bounds = routing.rows_from_before(samples)
+            k = samples.g.shape[1] * ledger.named
         else:
             rows, sample_bounds = routing.sample_rows(samples)
         count = len(rows)
@@ -376,8 +388,8 @@ def expert_coefficients(
         sums = ledger.scratch(g, "products of experts", E * m * (m if needs.ntk else parts))
         plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
-    plan = _coefficients_plan(m, E, parts, ledger.variant, g.dtype, g.device)
-    of_all = (norms, sample_bounds, sums)
+    plan = _coefficients_plan(m, E, parts, k, ledger.variant, g.dtype, g.device)
+    of_all = (norms, rows, sample_bounds, sums)
     launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index), ledger.fixed)
     return entry
 

@@ -66,6 +66,7 @@ def _overlap_with_rows_kernel(
     advantages,
     history,
     settings,
+    names,
     m,
     T,
     n,
@@ -80,6 +81,7 @@ def _overlap_with_rows_kernel(
     STORE: tl.constexpr,
     BIAS: tl.constexpr,
     FINISH: tl.constexpr,
+    NAMED: tl.constexpr,
     VARIANT: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -133,7 +135,7 @@ def _overlap_with_rows_kernel(
     tl.store(partial + (s * blocks + block) * n + j, tl.sum(left * right, 0), mask=have)
     if FINISH:
         if _is_last(counter, blocks * tl.num_programs(1) * tl.num_programs(2)):
-            fisher_square, informed = _fisher_square(partial, norms, m, n, blocks, BM, BB, BN)
+            fisher_square, informed = _fisher_square(partial, norms, names, m, n, blocks, NAMED, BM, BB, BN)
             _non_interacting(
                 fisher_square,
                 informed,
@@ -289,6 +291,7 @@ def _overlap_plan(
     store: bool,
     bias: bool,
     finish: bool,
+    named: bool,
     variant: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -300,7 +303,7 @@ def _overlap_plan(
     width, stages = _pipeline(dtype, device, BT + BN)
     widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
     rows = (min(power_of_two(P), LARGE_BLOCK), min(power_of_two(D), LARGE_BLOCK))
-    constants = (*shape, store, bias, finish, variant, *types_of(dtype), BT, BN, *widths, BM, BB, *rows)
+    constants = (*shape, store, bias, finish, named, variant, *types_of(dtype), BT, BN, *widths, BM, BB, *rows)
     return Plan((blocks, m, -(-n // BN)), constants, {"num_warps": 4, "num_stages": stages})
 
 
@@ -334,7 +337,8 @@ def overlaps(
     into: Into | None = None,
 ) -> Overlaps:
     """What [`~kernels.linear.overlaps`] does; arguments as in [`overlap_coefficients`]."""
-    return Overlaps(_launch_overlap(g, a, bias, sequences, samples, entry, into, finish=False), samples.number)
+    sums = _launch_overlap(g, a, bias, sequences, samples, entry, into, finish=False)
+    return Overlaps(sums, samples.number, entry.ledger.named)
 
 
 def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
@@ -343,7 +347,8 @@ def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
     m, T, n = sequences.count, sequences.length, samples.g.shape[0]
     g_samples, a_samples = samples.g, samples.inputs
     shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0), g_samples.stride(0), a_samples.stride(0))
-    plan = _overlap_plan(m, T, n, shape, into is not None, bias, finish, ledger.variant, g.dtype, g.device)
+    traits = (into is not None, bias, finish, ledger.named, ledger.variant)
+    plan = _overlap_plan(m, T, n, shape, *traits, g.dtype, g.device)
     overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
     # Without slots, these are not looked at
     g_out, a_out, source = (g, a, ledger.counter) if into is None else into

@@ -66,6 +66,7 @@ def _overlap_kernel(
     advantages,
     history,
     settings,
+    names,
     m,
     T,
     n,
@@ -110,7 +111,7 @@ def _overlap_kernel(
     tl.store(norms + j, own, mask=(here | absent) & (j < n))
     if FINISH:
         if _is_last(counter, blocks * tl.num_programs(1) * tl.num_programs(2)):
-            fisher_square, informed = _fisher_square(partial, norms, m, n, blocks, BM, BB, BN)
+            fisher_square, informed = _fisher_square(partial, norms, names, m, n, blocks, False, BM, BB, BN)
             _non_interacting(
                 fisher_square,
                 informed,

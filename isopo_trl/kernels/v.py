@@ -43,6 +43,7 @@ def _norm_kernel(
     advantages,
     history,
     settings,
+    names,
     m,
     n,
     blocks,
@@ -53,6 +54,7 @@ def _norm_kernel(
     FINISH: tl.constexpr,
     ALIGNED: tl.constexpr,
     VARIANT: tl.constexpr,
+    NAMED: tl.constexpr,
     ACC: tl.constexpr,
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
@@ -81,7 +83,7 @@ def _norm_kernel(
             fisher_square = tl.zeros((BM,), tl.float64)
             informed = True
             if VARIANT & OVERLAP:
-                fisher_square, informed = _fisher_square(norms + n, norms, m, n, blocks, BM, BB, BN)
+                fisher_square, informed = _fisher_square(norms + n, norms, names, m, n, blocks, NAMED, BM, BB, BN)
             _non_interacting(
                 fisher_square,
                 informed,
@@ -107,6 +109,7 @@ def _ntk_kernel(
     advantages,
     history,
     settings,
+    names,
     m,
     first,
     chunks,
@@ -209,9 +212,9 @@ def _launch_v(V, sums, first, here, needs, finish, variant, fixed, index, overla
         launch(_ntk_kernel, plan, (V, sums), (m, first, chunks, index, size), fixed)
         return
     chunks = sums.shape[1]
-    overlap, samples = (sums, 0) if overlaps is None else overlaps
+    overlap, samples, named = (sums, 0, False) if overlaps is None else overlaps
     blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
-    plan = _norm_plan(m, samples, blocks, here, chunks, variant, V.dtype, V.device)
+    plan = _norm_plan(m, samples, blocks, here, chunks, (*variant, named), V.dtype, V.device)
     launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
 
 
@@ -254,7 +257,7 @@ class VSums:
         needs = self.rule.needs
         here = _programs(size, needs)
         sums = scratch(V, *_sums_shape(m, here, needs))
-        _launch_v(V, sums, 0, here, needs, False, variant_of(self.rule), Fixed((sums,) * 5), 0, None)
+        _launch_v(V, sums, 0, here, needs, False, variant_of(self.rule), Fixed((sums,) * 6), 0, None)
         if needs.ntk:
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total

@@ -6,8 +6,8 @@ coefficients become dimensionless and of order one, and the step keeps its total
 formula to the letter.
 
 Where no sampled position has a gradient at a layer (a few long prompts before short completions, and the last layers,
-which only completions reach), its Fisher norms are not known, and every sequence gets the layer's mean multiplier:
-`f = 1` in the relative scale; in the paper's, 0 before there is any history.
+which only completions reach; or all samples are the sequence's own), a Fisher norm is not known, and the sequence gets
+the layer's mean multiplier: `f = 1` in the relative scale; in the paper's, 0 before there is any history.
 
 A norm that cannot be told from rounding counts as 0.
 """
@@ -95,7 +95,7 @@ class NonInteracting(Rule):
         F = N = None  # without noise
         if self.needs.overlap:
             assert statistics.overlap is not None and statistics.sample_norm is not None
-            fisher, informed = fisher_norm(statistics.overlap, statistics.sample_norm)
+            fisher, informed = fisher_norm(statistics.overlap, statistics.sample_norm, statistics.own)
             fisher = fisher if loss_scale == 1 else fisher / loss_scale
             past = None if history is None else history.mean_square[0]
             noise = below_noise(fisher, past, statistics.overlap.dtype)

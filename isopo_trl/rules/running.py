@@ -40,8 +40,8 @@ class RunningStatistics:
 
     Attributes:
         by_rows (`list[bool]`): which layers' Fisher norms are, in this step, measured with rows of the step before.
-            Where the history of such a layer is of norms that were measured otherwise, it serves for this step, and
-            this step's means then take its place.
+            Where the history of a layer is of norms that were measured otherwise, the two do not compare: then the
+            layer has no history for this step, whose means take its place.
         proportions (`list[float]`): of the step that was closed last, each layer's largest multiplier in units of the
             layer's mean one; 0 for a rule in which sequences look at each other.
         sequences (`float`): of the step that was closed last, how many sequences counted, on all ranks.
@@ -57,7 +57,7 @@ class RunningStatistics:
         self.sequences = 0.0
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
         self.by_rows = [False] * layers
-        self._of_rows = [False] * layers
+        self._of_rows = [False] * layers  # what the history is of
         self._refresh()
         self._start_step()
 
@@ -80,9 +80,24 @@ class RunningStatistics:
         advantages = advantages.to(self.mean.dtype, copy=True).contiguous()
         return Ledger(self.rule, advantages, self.history, loss_scale)
 
+    def measure_by_rows(self, by_rows: list[bool]) -> None:
+        """Set which layers are measured with rows of the step before from here on."""
+        if by_rows != self.by_rows:
+            self.by_rows = by_rows
+            self._refresh()
+
+    @property
+    def serves(self) -> list[bool]:
+        """Which layers have a history of the norms that they are measured with now."""
+        if self.by_rows == self._of_rows:
+            return self.known
+        each = zip(self.known, self.by_rows, self._of_rows, strict=True)
+        return [known and now == before for known, now, before in each]
+
     def expectations(self, layer: int) -> Expectations | None:
-        """The running means that `layer`'s rule refers to; `None` if it has no history."""
-        return expectations_of(self.history[layer]) if self.known[layer] else None
+        """The running means that `layer`'s rule refers to; `None` if it has no history that serves."""
+        serves = self.known[layer] and self.by_rows[layer] == self._of_rows[layer]
+        return expectations_of(self.history[layer]) if serves else None
 
     def add(self, ledger: Ledger, reached: list[bool]) -> None:
         """Take in one microbatch: the coefficients of the layers that were `reached`."""
@@ -141,7 +156,6 @@ class RunningStatistics:
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
         decay = self.decay * self.history[:, _KNOWN:]  # a first mean has no past
         if self._changing():
-            decay = decay * self.mean.new_tensor([not new for new in self._changing()]).unsqueeze(1)
             step_mean = self._of_one_step(step_mean, count)
         updated = decay * self.mean + (1 - decay) * step_mean
         lost = (count == 0) & (noise > 0)
@@ -165,16 +179,15 @@ class RunningStatistics:
         return {name: x for name, x in named.items() if name not in optional or not math.isnan(x)}
 
     def _changing(self) -> list[bool]:
-        """Which layers have a history of another metric than this step's; none of them for an empty list."""
+        """Which layers have a history of norms that were measured otherwise; none of them for an empty list."""
         if self.by_rows == self._of_rows:
             return []
-        changing = [now and not before for now, before in zip(self.by_rows, self._of_rows, strict=True)]
-        return changing if any(changing) else []
+        return [now != before for now, before in zip(self.by_rows, self._of_rows, strict=True)]
 
     def _of_one_step(self, step_mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """
-        A step's means, where those of layers that change their metric refer to this step alone: `f` in `E[f x]` is
-        regularised by the step's own mean squares, not by what went before.
+        A step's means, where those of layers that change their metric refer to the step: `f` in `E[f x]` is
+        regularised by its mean squares, not by those of each microbatch.
         """
         history = torch.cat([step_mean[:, :3], torch.ones_like(step_mean[:, :3])], dim=1)
         fx = torch.zeros_like(count)
@@ -227,8 +240,9 @@ class RunningStatistics:
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
-        if self._on_device is None or self._on_device[0] != self.known:  # the device has nothing to do meanwhile
-            self._on_device = (list(self.known), self.mean.new_tensor(self.known))
+        serves = self.serves
+        if self._on_device is None or self._on_device[0] != serves:  # the device has nothing to do meanwhile
+            self._on_device = (list(serves), self.mean.new_tensor(serves))
         scales = torch.stack([ratio(x, fx), ratio(fx, x), self._on_device[1]], dim=1)
         self.history = torch.cat([self.mean[:, :3], scales], dim=1)  # as HISTORY says
 

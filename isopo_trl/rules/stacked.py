@@ -28,7 +28,8 @@ def stacked_coefficients(
 
     Args:
         rule ([`Rule`]): the rule.
-        statistics ([`Statistics`]): of the layers, with a first dimension `E`.
+        statistics ([`Statistics`]): of the layers, with a first dimension `E`; which samples are a sequence's `own` is
+            the same for all of them, `[n, m]`.
         advantages (`torch.Tensor`): `[m]`.
         history (`torch.Tensor`): `[E, 6]`, the layers' rows of the history.
         known (`list[bool]`): which of them have one.
@@ -38,8 +39,9 @@ def stacked_coefficients(
     if not values:
         c = rule.coefficients(Statistics(), advantages, None, loss_scale).c
         return Coefficients(c=c.expand(len(known), -1))
-    with_past = _over_stack(rule, values, advantages, history, loss_scale) if any(known) else None
-    without = _over_stack(rule, values, advantages, None, loss_scale) if not all(known) else None
+    own = statistics.own
+    with_past = _over_stack(rule, values, own, advantages, history, loss_scale) if any(known) else None
+    without = _over_stack(rule, values, own, advantages, None, loss_scale) if not all(known) else None
     if with_past is None or without is None:
         result = with_past or without
         assert result is not None
@@ -52,6 +54,7 @@ def stacked_coefficients(
 def _over_stack(
     rule: Rule,
     values: dict[str, torch.Tensor],
+    own: torch.Tensor | None,
     advantages: torch.Tensor,
     history: torch.Tensor | None,
     loss_scale: float,
@@ -60,7 +63,7 @@ def _over_stack(
 
     def one(values: dict[str, torch.Tensor], row: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         past: Expectations | None = None if row is None else expectations_of(row)
-        result = rule.coefficients(Statistics(**values), advantages, past, loss_scale)
+        result = rule.coefficients(Statistics(**values, own=own), advantages, past, loss_scale)
         given = {name: x for name, x in zip(Coefficients._fields, result, strict=True) if x is not None}
         names[:] = given
         return tuple(given.values())

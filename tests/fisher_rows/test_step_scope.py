@@ -12,13 +12,13 @@ import torch
 
 from isopo_trl import ISOPO
 from isopo_trl.geometry import reservoir
-from tests import oracle
+from tests import oracle, tiny, training
 from tests.gradients.test_oracle import build, check, trainer_for
 
 
 pytestmark = pytest.mark.usefixtures("float64_throughout")
 
-SEQUENCES, SAMPLES, STEPS = 8, 7, 3
+SEQUENCES, SAMPLES, STEPS = 8, 7, 4
 CUTS = {"2 x 4": [4, 4], "8 x 1": [1] * 8, "ragged": [3, 1, 4]}
 
 
@@ -107,9 +107,9 @@ def means_of_step(V, samples, rule, history):
 
 def expected_steps(model, gradients, batches, rule, keys, seed=42):
     """
-    The expected gradients of each step, where the first is not cut.
+    The expected gradients of each step, where the first two are not cut.
 
-    Step 2 goes by the means of step 1, which were measured with its own samples; those of step 2 take their place.
+    Step 2 is the first that is measured with rows from before, so it goes by means of its own, as step 1 does.
     """
     expected, kept, means = [], None, None
     for step, (G, batch) in enumerate(zip(gradients, batches, strict=True)):
@@ -120,15 +120,14 @@ def expected_steps(model, gradients, batches, rule, keys, seed=42):
         for name, module in oracle.trained_modules(model).items():
             V = G[name].sum(1)
             samples = own[name] if kept is None else kept[name]
-            c = oracle.coefficients(V, samples, batch.advantages, rule, history=None if means is None else means[name])
+            history = None if step < 2 else means[name]
+            c = oracle.coefficients(V, samples, batch.advantages, rule, history=history)
             parameters = [p for p in module.parameters(recurse=False) if p.requires_grad]
             for p, flat in zip(parameters, (c @ V).split([p.numel() for p in parameters]), strict=True):
                 result[p] = result.get(p, 0) + flat.view_as(p)
-            if step < 2:
-                now[name] = means_of_step(V, samples, rule, None)
-            else:
-                new = means_of_step(V, samples, rule, means[name])
-                now[name] = {key: 0.9 * means[name][key] + 0.1 * new[key] for key in new}
+            now[name] = means_of_step(V, samples, rule, history)
+            if history is not None:
+                now[name] = {key: 0.9 * history[key] + 0.1 * new for key, new in now[name].items()}
         expected.append(result)
         means, kept = now, own
     return expected
@@ -175,8 +174,8 @@ def test_no_gradient_depends_on_how_the_step_is_cut(rule, lora, cut):
     model = build("qwen3", lora)
     isopo = ISOPO(model, rule, fisher_samples=SAMPLES, fisher_scope="step", seed=42)
     for step, expected in enumerate(expectation(lora, rule)):
-        # Where the first is not cut, all are as the definition says
-        run_step(model, isopo, batch_of(step), CUTS[cut] if step else [SEQUENCES], by_content=False)
+        # Where the first two are not cut, all are as the definition says
+        run_step(model, isopo, batch_of(step), CUTS[cut] if step > 1 else [SEQUENCES], by_content=False)
         check(model, of(model, expected))
 
 
@@ -197,3 +196,35 @@ def test_from_the_third_step_on_nothing_is_left_of_how_the_trainer_cut_the_first
             trainer.isopo.end()
         trainer.isopo.step()
     check(trainer.model, of(trainer.model, expectation(lora, rule, by_content=True)[-1]))
+
+
+def test_sequences_that_are_trained_on_twice_are_not_measured_with_themselves(tmp_path):
+    """Every second step is of the same sequences as the one before; each other's rows are as good as any."""
+    settings = {"num_iterations": 2, "max_steps": 12, "learning_rate": 1e-6}
+    lines = training.train(training.build(tmp_path, data=tiny.prompts(32), **settings))
+    norms = torch.tensor([line["isopo/fisher_norm"] for line in lines[2:]]).view(-1, 2)
+    again = (norms[:, 1] / norms[:, 0]).log().mean().exp()
+    assert 2 / 3 < again < 1.5  # 2.3 with themselves
+
+
+@pytest.mark.parametrize("by_tokens", [True, False], ids=["by tokens", "by key"])
+def test_in_a_loop_of_ones_own_a_sequence_is_known_by_its_key_or_its_tokens(by_tokens):
+    """A step of the sequences of the one before, of which all positions are kept."""
+    batch, model, rule = batch_of(0), build("qwen3"), {"scale": "paper", "regularization": 0.0}
+    isopo = ISOPO(model, "fisher", fisher_samples=200, fisher_scope="step", **rule)
+    for cut in ([SEQUENCES], [3, 5]):
+        run_step(model, isopo, batch, cut, by_content=not by_tokens)
+    rows = batch.attention_mask.flatten().nonzero().squeeze(1)
+    rule |= {"owners": rows // batch.input_ids.shape[1]}
+    check(model, oracle.expected_gradients(model, position_gradients(False, 0), batch, rows, "fisher", **rule))
+
+
+def test_the_second_step_is_as_long_as_the_first(tmp_path):
+    """Though the first is measured with the positions of its microbatch, which overlap with themselves."""
+    lines = training.train(training.build(tmp_path, data=tiny.prompts(32), max_steps=6, learning_rate=1e-6))
+    plain = training.train(
+        training.build(tmp_path, data=tiny.prompts(32), max_steps=6, learning_rate=1e-6, rule="none")
+    )
+    lengths = torch.tensor([[line["grad_norm"] for line in of] for of in (lines, plain)])
+    ratios = lengths[0] / lengths[1]
+    assert (ratios[1] / ratios[0]).log().abs() < torch.tensor(1.5).log()  # 1.9 with means of the first

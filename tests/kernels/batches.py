@@ -138,10 +138,10 @@ class Run:
     book: Ledger
 
     @classmethod
-    def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0):
+    def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0, names=None):
         running = running_with_history(rule)
         ledger = running.open(given.advantages, loss_scale)
-        return cls(running, KernelLedger(ledger), index, loss_scale, ledger)
+        return cls(running, KernelLedger(ledger, names), index, loss_scale, ledger)
 
     @property
     def entry(self):
@@ -174,6 +174,15 @@ class Run:
         # The kernels' counters are ready for the next layer
         assert not self.ledger.counter.any()
         return expected
+
+
+def names_of(n, m):
+    """Names of `n` samples and of `m` sequences, two of which have the same; and which samples are whose own."""
+    names = torch.arange(m) * 10**12
+    names[-1] = names[0]
+    samples = torch.arange(n) % (m + 1) * 10**12  # some are of none of the sequences
+    own = samples.unsqueeze(1) == names
+    return torch.cat([samples, names]).to(DEVICE), own.to(DEVICE)
 
 
 def close(x, expected, tolerance, name=""):

@@ -128,10 +128,11 @@ def tensor(*shape, dtype=torch.float32):
     return torch.empty(shape, device="meta", dtype=dtype).as_subclass(OnGPU)
 
 
-def microbatch(rule, m, T, n):
+def microbatch(rule, m, T, n, named=False):
     running = RunningStatistics(2, 0.9, rule, torch.device("meta"))
     samples = Samples(tensor(n, dtype=torch.int64), tensor(n, dtype=torch.bool))
-    return Sequences.regular(m, T), samples, KernelLedger(running.open(tensor(m)))
+    names = tensor(n + m, dtype=torch.int64) if named else None
+    return Sequences.regular(m, T), samples, KernelLedger(running.open(tensor(m)), names)
 
 
 @pytest.mark.parametrize(("capability", "rule", "dtype"), COMBINATIONS)
@@ -235,7 +236,7 @@ def test_kernels_of_experts_compile_and_fit(compiled, rule, dtype):
 )
 def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     m, T, p, d, n = 8, 1024, 1024, 3072, 64
-    sequences, _, ledger = microbatch(RULES["fisher"], m, T, n)
+    sequences, _, ledger = microbatch(RULES["fisher"], m, T, n, named=True)
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     source = tensor(n, dtype=torch.int64)
@@ -252,7 +253,11 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     fisher_rows.put_routed(of_experts, *rows.values(), choices, places, source)
     routing = Routing(choices, E, m, places, places)
     experts.expert_coefficients(*rows.values(), True, routing, SampleRows(**of_experts), Entry(ledger, 0))
-    kernels = {"_overlap_with_rows_kernel", "_put_kernel", "_put_routed_kernel"}
+    elementwise.elementwise_gradient(g, sequences, SampleRows(tensor(n, p)), Entry(ledger, 0), dtype)
+    entry = Entry(microbatch(RULES["fig4"], m, T, n, named=True)[2], 0)
+    overlaps = fisher_rows.overlaps(g, a, True, sequences, samples, entry)
+    v.v_coefficients(tensor(m, p, d + 1), entry, overlaps)
+    kernels = {"_overlap_with_rows_kernel", "_put_kernel", "_put_routed_kernel", "_elementwise_kernel", "_norm_kernel"}
     assert set(compiled) == kernels | {"_expert_overlap_kernel", "_expert_coefficients_kernel"}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.nn import functional
 
 from isopo_trl.geometry.routing import Routing, routed_statistics
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
@@ -85,16 +86,18 @@ def exact(samples):
     return SampleRows(samples.g.double(), samples.inputs.double(), samples.choices)
 
 
-def check(given, rule):
+def check(given, rule, names=None, own=None):
     dtype = given.g.dtype
     running, ours, plain = ledgers(given, rule)
-    ledger = KernelLedger(ours)
+    ledger = KernelLedger(ours, names)
     samples = given.samples if rule.needs.overlap else None
     experts.expert_coefficients(given.g, given.a, given.bias, given.routing, samples, Entry(ledger, FIRST))
     places = slice(FIRST, FIRST + given.routing.experts)
     statistics = routed_statistics(
         given.g.double(), given.a.double(), given.bias, given.routing, exact(given.samples), rule.needs
     )
+    if own is not None:
+        statistics.own = functional.pad(own, (0, 0, 0, statistics.overlap.shape[1] - len(own)))
     history, known = running.history[places], running.known[places]
     expected = stacked_coefficients(rule, statistics, plain.advantages, history, known, plain.loss_scale)
     plain.record(places, expected)
@@ -119,7 +122,7 @@ def from_before(given, n, seed=7):
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 def test_samples_may_be_rows_from_before(shape, rule):
     given = rows(*shape, bias=sum(shape) % 2 == 0)
-    check(replace(given, samples=from_before(given, shape[6])), rule)
+    check(replace(given, samples=from_before(given, shape[6])), rule, *batches.names_of(shape[6], shape[0]))
 
 
 def is_quick(shape, rule, dtype):

@@ -1,6 +1,7 @@
 """Samples that are rows from before, and the copying of rows for later, against the same in plain PyTorch."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,19 @@ from isopo_trl.geometry.statistics import elementwise_statistics, linear_statist
 from isopo_trl.kernels import elementwise, fisher_rows, launch, linear, rms_norm, v
 from isopo_trl.rules import make_rule
 from tests.kernels import batches
-from tests.kernels.batches import DEVICE, EACH_DTYPE, EXACT, FIG4, FISHER, GRADIENT, STATISTIC, Run, batch, close
+from tests.kernels.batches import (
+    DEVICE,
+    EACH_DTYPE,
+    EXACT,
+    FIG4,
+    FISHER,
+    GRADIENT,
+    STATISTIC,
+    Run,
+    batch,
+    close,
+    names_of,
+)
 
 
 pytestmark = batches.of_kernels
@@ -44,12 +57,13 @@ def plain(given, samples, needs):
 def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype):
     given = batch(*shape, bias=sum(shape) % 2 == 0, dtype=dtype)
     samples = from_before(given, shape[4])
-    run = Run.of(given, FISHER)
+    m, n = shape[0], shape[4]
+    names, own = names_of(n, m)
+    run = Run.of(given, FISHER, names=names)
     arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
     fisher_rows.overlap_coefficients(*arguments)
-    result, n = fisher_rows.overlaps(*arguments)
-    expected, _ = plain(given, samples, FISHER.needs)
-    m = shape[0]
+    result, _, _ = fisher_rows.overlaps(*arguments)
+    expected = replace(plain(given, samples, FISHER.needs)[0], own=own)
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
     close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
     run.check(expected, STATISTIC[dtype])
@@ -97,12 +111,13 @@ def test_rows_of_experts_are_copied_with_their_experts():
 
 def test_a_rule_with_both_norms_takes_them_too():
     given = batch(3, 7, 5, 33, 6)
-    samples, run = from_before(given, 6), Run.of(given, FIG4)
+    names, own = names_of(6, 3)
+    samples, run = from_before(given, 6), Run.of(given, FIG4, names=names)
     arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
     overlap = fisher_rows.overlaps(*arguments)
     expected, V = plain(given, samples, FIG4.needs)
     v.v_coefficients(V.to(EXACT), run.entry, overlap)
-    run.check(expected, STATISTIC[EXACT])
+    run.check(replace(expected, own=own), STATISTIC[EXACT])
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -110,15 +125,13 @@ def test_a_rule_with_both_norms_takes_them_too():
 @pytest.mark.parametrize(("m", "T", "d", "n"), [(1, 1, 1, 1), (3, 7, 5, 130), (8, 65, 70, 33)])
 def test_an_elementwise_parameter_takes_rows_from_before(m, T, d, n, dtype, wide):
     given = batch(m, T, d, 1, n, dtype=dtype)
-    kept = from_before(given, n).g
-    samples, run = (
-        SampleRows(kept.to(torch.promote_types(dtype, torch.float32)) if wide else kept),
-        Run.of(given, FIG4),
-    )
+    kept, (names, own) = from_before(given, n).g, names_of(n, m)
+    samples = SampleRows(kept.to(torch.promote_types(dtype, torch.float32)) if wide else kept)
+    run = Run.of(given, FIG4, names=names)
     result = elementwise.elementwise_gradient(given.g, given.sequences, samples, run.entry, dtype)
     exact = SampleRows(samples.g.double())
     statistics, V = elementwise_statistics(given.g.double(), given.sequences, exact, FIG4.needs)
-    run.check(statistics, STATISTIC[dtype])
+    run.check(replace(statistics, own=own), STATISTIC[dtype])
     close(result, run.ledger.table[run.index, 0] @ V, GRADIENT[dtype])
 
 

@@ -35,7 +35,10 @@ def sampled(ids, mask, number, step=0):
 
 
 def run(layer, x, cotangent, rule, cut, samples, packed=False):
-    """The layer's gradients in the third step, which is cut, as those before; all are of the same sequences."""
+    """
+    The layer's gradients in the third step, which is cut, as those before. All are of the same sequences, whose
+    own rows do not count for them.
+    """
     model = Holder(layer)
     isopo = ISOPO(model, rule, fisher_samples=samples, **SCOPE, **FORMULA)
     for _ in range(3):
@@ -45,7 +48,8 @@ def run(layer, x, cotangent, rule, cut, samples, packed=False):
             part = slice(start, start + size)
             where = {"sequence_ids": PACKED} if packed else {"attention_mask": MASK[part]}
             advantages = ADVANTAGES if packed else ADVANTAGES[part]
-            with isopo.microbatch(advantages, **where):
+            keys = torch.arange(len(ADVANTAGES)) if packed else torch.arange(start, start + size)
+            with isopo.microbatch(advantages, sequence_keys=keys, **where):
                 model(x[part]).backward(cotangent[part])
             start += size
         isopo.step()
@@ -75,10 +79,11 @@ def test_gradient_is_the_definition_with_the_rows_of_the_step_before(name, rule,
         cotangent = cotangent * (MASK != 0).unsqueeze(2)
     ids = PACKED if packed else torch.arange(B).unsqueeze(1).expand(B, T)
     # Of the second step: from then on, a layer is measured with some rows and keeps others
-    rows = sampled(ids, torch.ones_like(MASK) if packed else MASK, 5, step=1)
+    rows = sampled(ids, torch.ones_like(MASK) if packed else MASK, 9, step=1)
     advantages = ADVANTAGES if packed else ADVANTAGES[:B]
-    expected = harness.expected_gradients(plain, x, cotangent, ids, advantages, rows, rule, **FORMULA)
-    for found, right in zip(run(layer, x, cotangent, rule, cut, 5, packed), expected, strict=True):
+    owners = ids.flatten()[rows]
+    expected = harness.expected_gradients(plain, x, cotangent, ids, advantages, rows, rule, owners=owners, **FORMULA)
+    for found, right in zip(run(layer, x, cotangent, rule, cut, 9, packed), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-11)
 
 
@@ -120,7 +125,9 @@ def test_a_sampled_position_is_a_sample_at_every_expert_that_it_was_sent_to(fami
                 log_likelihood(model, part, WEIGHTS(batch)[rows]).backward()
         isopo.step()
     rows = sampled_positions(batch, 0, 30, lambda s, _: s)
-    error, where = mixtures.worst_error(model, mixtures.expected_gradients(model, G, batch, rows, rule, **FORMULA))
+    # Sequences are known again by their tokens
+    formula = {**FORMULA, "owners": rows // batch.input_ids.shape[1]}
+    error, where = mixtures.worst_error(model, mixtures.expected_gradients(model, G, batch, rows, rule, **formula))
     assert error < 1e-9, f"{where}: {error}"
 
 
@@ -162,13 +169,14 @@ def test_gradients_of_whole_sequences_are_kept_where_there_are_none_of_positions
         start = 0
         for size in cut:
             part = slice(start, start + size)
-            with isopo.microbatch(advantages[part], attention_mask=torch.ones(size, T)):
+            keys = torch.arange(start, start + size)
+            with isopo.microbatch(advantages[part], attention_mask=torch.ones(size, T), sequence_keys=keys):
                 model(x[part]).backward(cotangent[part])
             start += size
         isopo.step()
     assert {row["kind"] for row in isopo.coverage()} == {"any module"}
-    samples = V[sequence_order(range(6), 0)[:kept]]
-    expected = oracle.coefficients(V, samples, advantages, rule, **FORMULA) @ V
+    samples = torch.tensor(sequence_order(range(6), 0)[:kept])
+    expected = oracle.coefficients(V, V[samples], advantages, rule, owners=samples, **FORMULA) @ V
     found = torch.cat([p.grad.flatten() for p in layer.parameters()])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
