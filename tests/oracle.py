@@ -270,14 +270,14 @@ def without_noise(norms, running_mean_square=None, level=NOISE):
 
 
 def coefficients(
-    V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None, owners=None
+    V, G_samples, A, rule, regularization=None, keep_small=False, scale="relative", history=None, own=None
 ):
     """
     The coefficient of each sequence by the formulas: `V` `[m, parameters]`, `G_samples` `[n, parameters]`.
 
     `history` gives the running means by name; without it they are the microbatch's own. `regularization` is that of
-    the rule's default if `None`. `owners` `[n]`, if given, are the numbers of the sequences that samples are of: their
-    own do not count for them.
+    the rule's default if `None`. `own` `[n, m]`, if given, says which samples are a sequence's own: these do not count
+    for it.
     """
     N = [v.norm().item() for v in V]
     if rule == "interacting":
@@ -295,13 +295,7 @@ def coefficients(
     exponents = rule if isinstance(rule, tuple) else EXPONENTS[rule]
     default = 1.0 if sum(map(abs, exponents)) > 2 else 0.1
     lam = default if regularization is None and any(exponents) else regularization or 0.0
-    owners = torch.full((len(G_samples),), -1) if owners is None else owners
-    others = [G_samples[owners != s] for s in range(len(V))]
-    weights = [samples.square().sum().item() for samples in others]
-    F = [
-        ((samples @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0
-        for v, samples, weight in zip(V, others, weights, strict=True)
-    ]
+    F, weights = fisher_norms(V, G_samples, own), weights_of(V, G_samples, own)
     F, N = (
         without_noise(x, None if history is None else history.get(name))
         for name, x in (("fisher^2", F), ("norm^2", N))
@@ -341,6 +335,21 @@ def coefficients(
         middle = 1.0 if scale == "relative" else 0.0 if history is None else history["fx"] / history["x"]
         f = [value if weight > 0 else middle for value, weight in zip(f, weights, strict=True)]
     return A.to(V.dtype) * torch.tensor(f, dtype=V.dtype)
+
+
+def others(V, samples, own):
+    """The samples that count for each sequence."""
+    return [samples if own is None else samples[~own[:, s]] for s in range(len(V))]
+
+
+def weights_of(V, samples, own=None):
+    return [rows.square().sum().item() for rows in others(V, samples, own)]
+
+
+def fisher_norms(V, samples, own=None):
+    """`F_s` of each sequence; 0 where nothing is known of it."""
+    pairs = zip(V, others(V, samples, own), weights_of(V, samples, own), strict=True)
+    return [((rows @ v).square().sum().item() / weight) ** 0.5 if weight > 0 else 0.0 for v, rows, weight in pairs]
 
 
 def expected_gradients(model, G, batch, rows, rule="fisher", histories=None, whole=None, **settings):

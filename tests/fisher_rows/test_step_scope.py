@@ -215,7 +215,8 @@ def test_in_a_loop_of_ones_own_a_sequence_is_known_by_its_key_or_its_tokens(by_t
     for cut in ([SEQUENCES], [3, 5]):
         run_step(model, isopo, batch, cut, by_content=not by_tokens)
     rows = batch.attention_mask.flatten().nonzero().squeeze(1)
-    rule |= {"owners": rows // batch.input_ids.shape[1]}
+    owners = rows // batch.input_ids.shape[1]
+    rule |= {"own": owners.unsqueeze(1) == torch.arange(SEQUENCES)}
     check(model, oracle.expected_gradients(model, position_gradients(False, 0), batch, rows, "fisher", **rule))
 
 

@@ -81,8 +81,8 @@ def test_gradient_is_the_definition_with_the_rows_of_the_step_before(name, rule,
     # Of the second step: from then on, a layer is measured with some rows and keeps others
     rows = sampled(ids, torch.ones_like(MASK) if packed else MASK, 9, step=1)
     advantages = ADVANTAGES if packed else ADVANTAGES[:B]
-    owners = ids.flatten()[rows]
-    expected = harness.expected_gradients(plain, x, cotangent, ids, advantages, rows, rule, owners=owners, **FORMULA)
+    own = ids.flatten()[rows].unsqueeze(1) == torch.arange(len(advantages))
+    expected = harness.expected_gradients(plain, x, cotangent, ids, advantages, rows, rule, own=own, **FORMULA)
     for found, right in zip(run(layer, x, cotangent, rule, cut, 9, packed), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-11)
 
@@ -126,7 +126,8 @@ def test_a_sampled_position_is_a_sample_at_every_expert_that_it_was_sent_to(fami
         isopo.step()
     rows = sampled_positions(batch, 0, 30, lambda s, _: s)
     # Sequences are known again by their tokens
-    formula = {**FORMULA, "owners": rows // batch.input_ids.shape[1]}
+    owners = rows // batch.input_ids.shape[1]
+    formula = {**FORMULA, "own": owners.unsqueeze(1) == torch.arange(len(batch.advantages))}
     error, where = mixtures.worst_error(model, mixtures.expected_gradients(model, G, batch, rows, rule, **formula))
     assert error < 1e-9, f"{where}: {error}"
 
@@ -176,7 +177,10 @@ def test_gradients_of_whole_sequences_are_kept_where_there_are_none_of_positions
         isopo.step()
     assert {row["kind"] for row in isopo.coverage()} == {"any module"}
     samples = torch.tensor(sequence_order(range(6), 0)[:kept])
-    expected = oracle.coefficients(V, V[samples], advantages, rule, owners=samples, **FORMULA) @ V
+    expected = (
+        oracle.coefficients(V, V[samples], advantages, rule, own=samples.unsqueeze(1) == torch.arange(6), **FORMULA)
+        @ V
+    )
     found = torch.cat([p.grad.flatten() for p in layer.parameters()])
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
