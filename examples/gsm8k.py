@@ -93,6 +93,8 @@ DEFAULTS = {
 }
 # Adapters need a higher one than full weights (docs/results.md, "LoRA: learning rates")
 OF_ADAPTERS = {"learning_rate": 5e-5}
+# Plain gradient steps find their rate by the length that a step is to have, from the first one on
+OF_SGD = {"learning_rate": ISOPOConfig.learning_rate, "lr_scheduler_type": "constant", "warmup_steps": 0}
 # With any other model than the embedded one: a run that ends, and that may be broken off
 BOUNDED = {"max_steps": 500, "save_strategy": "steps", "save_steps": 50, "save_total_limit": 2}
 # With the embedded model: minutes on two cores. A backward pass ends at the lowest layer with an adapter, and drawing
@@ -274,6 +276,9 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
         defaults |= BOUNDED | (OF_ADAPTERS if given.get("use_peft") else {})
         if "num_train_epochs" in given:
             del defaults["max_steps"]
+    if given.get("optim") == "sgd" and trainer != "grpo":
+        # So that a step's length is told by six of the small ones' sequences
+        defaults |= OF_SGD | ({"step_kl_share": 0.25} if model == EMBEDDED else {})
     idle = {"isopo": (), "reinforce": OF_A_RULE, "grpo": OWN}[trainer]
     unused = [f"--{name} {given.pop(name)}" for name in list(given) if name in idle]
     if unused:

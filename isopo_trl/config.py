@@ -176,7 +176,8 @@ class ISOPOConfig(GRPOConfig):
             infinite, there is no bound.
         target_kl_offload (`bool`, *optional*, defaults to `False`):
             Whether to keep a copy of the trained weights for `target_kl` in the memory of the host. Without it, there
-            is one on the device, unless they are large and the optimizer is AdamW, whose steps can be undone.
+            is one on the device, unless they are large and the optimizer is AdamW, whose steps can be undone. SGD's
+            steps are tried before they are made, and need none.
 
     > [!NOTE]
     > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,

@@ -22,6 +22,9 @@ from .taken_back import AdamWSteps, SGDSteps, WeightCopy, local, trained, way_ba
 logger = logging.getLogger(__name__)
 
 
+# Length of the first step of SGD that is tried, in units of the weights': next to no weight loses a bit by it, and
+# most models stand ten times as much
+SHORT = 1e-6
 # Steps in a row that may be taken back wholly
 PATIENCE = 3
 
@@ -254,6 +257,8 @@ class StepControl(TrainerCallback):
 
     def _try(self, steps: SGDSteps, size: StepSize) -> None:
         """Find the learning rates with which the optimizer is to make its step, and leave the weights as they are."""
+        if size.level is None and size.target * self._schedule >= self.kl.rounding:
+            self._begin_short(steps, size)
         try:
             steps.move(1.0)
             self._tried, kept = self._control(size)
@@ -261,6 +266,19 @@ class StepControl(TrainerCallback):
             steps.settle()
         for group, rate in self._rates:
             group["lr"] = rate * self._factor * kept
+
+    def _begin_short(self, steps: SGDSteps, size: StepSize) -> None:
+        """Begin the search for the first step's rate with one of [`SHORT`], whatever the learning rate is."""
+        squares = steps.squares().to(self._accelerator.device)
+        step, weights = self._accelerator.reduce(squares, reduction="sum").tolist()
+        if step > 0 and weights > 0:
+            factor = SHORT * math.sqrt(weights / step)
+            size.rate *= factor
+            self._factor *= factor
+            self._applied *= factor
+            for group, rate in self._rates:
+                group["lr"] = rate * self._factor
+            steps.remember()
 
     def _restore_rates(self) -> None:
         """What the schedule goes on from, however the step has ended."""

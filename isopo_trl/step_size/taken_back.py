@@ -228,6 +228,15 @@ class SGDSteps:
         """Put the weights back where they were."""
         self.move(0.0)
 
+    @torch.no_grad()
+    def squares(self) -> torch.Tensor:
+        """Squares of the length of the step, and of the weights that it moves, `[2]`, of this rank."""
+        sums = [
+            torch.stack([rate**2 * _square(direction), _square(weights)])
+            for weights, direction, rate in self._blocks()
+        ]
+        return torch.stack([each.cpu() for each in sums] or [torch.zeros(2, dtype=torch.float64)]).sum(0)
+
     def _blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         """Parts of the weights, the direction in which SGD would move them, and the rate."""
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
@@ -242,6 +251,10 @@ class SGDSteps:
                     if momentum and moments:
                         buffer = (moments[0] * momentum).add_(gradient, alpha=new)
                     yield weights, gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer, rate
+
+
+def _square(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 
 def _added(weights: torch.Tensor, direction: torch.Tensor, factor: float) -> torch.Tensor:
