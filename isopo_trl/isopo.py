@@ -202,6 +202,13 @@ class ISOPO:
                 `[m]`, signs of the advantages where the loss contains them, for the same figures; 0 for a sequence
                 that only fills in, and is not to be counted.
         """
+        given = {"advantages": advantages, "attention_mask": attention_mask, "sequence_ids": sequence_ids}
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor) and (value is not None or name == "advantages"):
+                raise TypeError(
+                    f"`{name}` must be a tensor, got {type(value).__name__}: give `torch.tensor({name})`, on the "
+                    "device of the model."
+                )
         if (attention_mask is None) == (sequence_ids is None):
             raise ValueError("Give either `attention_mask` (one sequence per row) or `sequence_ids`.")
         positions = attention_mask if attention_mask is not None else sequence_ids
@@ -215,11 +222,11 @@ class ISOPO:
                 f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
                 "per-token advantages are not supported (put token weights into the loss)."
             )
-        for name, given in (("prompts", prompts), ("signs", signs)):
-            if given is not None and given.shape != advantages.shape:
+        for name, value in (("prompts", prompts), ("signs", signs)):
+            if value is not None and value.shape != advantages.shape:
                 raise ValueError(
                     f"`{name}` must have one entry per sequence, shape {list(advantages.shape)}, got "
-                    f"{list(given.shape)}."
+                    f"{list(value.shape)}."
                 )
         if not self._parameters_are_planned:
             self._refuse_new_parameters()

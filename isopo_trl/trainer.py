@@ -48,7 +48,7 @@ from .step_size.drift import BehaviourBound, drift_sums
 from .step_size.measurement import StepKL
 from .step_size.precise_forward import PreciseForward
 from .token_weights import Weighted, Weighting, ratio_loss
-from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group
+from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
 from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
 from .trl_seam.loans import borrowed, intercepted, results_noted
 from .trl_seam.log import add_all_to_log, add_to_log
@@ -140,6 +140,10 @@ class ISOPOTrainer(GRPOTrainer):
             )
         weighting = ratio_loss.weighting_for(args)
         reward_functions.verify_callable(reward_funcs)
+        given = _SIGNATURE.bind_partial(self, model, reward_funcs, args, *positional, **kwargs).arguments
+        if given.get("environment_factory") is None:  # which may write the prompts
+            for name in ("train_dataset", "eval_dataset"):
+                verify_prompts(given.get(name), name)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)

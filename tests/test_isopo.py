@@ -127,6 +127,15 @@ def test_arguments_that_do_not_fit_are_named(advantages, arguments, message):
         ISOPO(linear()).begin(torch.ones(advantages), **arguments)
 
 
+def test_a_list_in_the_place_of_a_tensor_is_answered_with_what_to_write():
+    isopo = ISOPO(linear())
+    with pytest.raises(TypeError, match=r"`advantages` must be a tensor, got list: give `torch.tensor\(advantages\)`"):
+        isopo.begin([1.0, -1.0], attention_mask=MASK)
+    with pytest.raises(TypeError, match="`attention_mask` must be a tensor, got list"):
+        with isopo.microbatch(torch.ones(2), attention_mask=MASK.tolist()):
+            pass
+
+
 @pytest.mark.parametrize(
     ("rule", "value"), [("fisher", float("nan")), ("interacting", float("inf")), ("none", float("nan"))]
 )
