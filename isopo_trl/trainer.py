@@ -27,6 +27,7 @@ from .integrations.autograd_thread import calling_thread, is_on_one_device
 from .integrations.deepspeed import before_step, caught_outputs, unseen_by_deepspeed
 from .isopo import ISOPO
 from .layers.read_elsewhere import refuse_readers
+from .loss.dropout import noise_of_ratios
 from .loss.forward import Weighed, broken_sequences, weigh
 from .loss.sampler import (
     PROMPT_NUMBERS,
@@ -165,11 +166,11 @@ class ISOPOTrainer(GRPOTrainer):
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
-        for warning in self.weighting.warnings():
-            logger.warning(warning)
         self.terms = Terms(self)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
         self._needs_behaviour = self._asks_old_policy or args.drift_bound is not None
+        for warning in (*self.weighting.warnings(), *self._warnings()):
+            logger.warning(warning)
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
@@ -211,6 +212,21 @@ class ISOPOTrainer(GRPOTrainer):
                 "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
                 "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
             )
+
+    def _warnings(self) -> Iterator[str]:
+        """What the user should know of the settings before training."""
+        args = self.args
+        if self.isopo.rule.needs.ntk and args.per_device_train_batch_size == 1:
+            yield (
+                f"rule={args.rule!r} lets the sequences of a microbatch act on each other, and "
+                "per_device_train_batch_size=1 leaves each alone in its own: raise it, with fewer "
+                "gradient_accumulation_steps for the same step, or take another rule."
+            )
+        others_draw = self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None
+        is_one = not (others_draw or args.uses_stale_data) and samples_at_temperature(args)  # the ratio, by definition
+        noise = noise_of_ratios(self.model) if self._needs_behaviour and not is_one else None
+        if noise is not None:
+            yield noise
 
     def _prepare_to_go_back_twice(self, settings: str) -> None:
         """For terms of the loss that no rule may rescale, which these `settings` ask for."""
