@@ -42,6 +42,7 @@ from .loss.terms import Derivative, LossTerms, Terms
 from .loss.zero_advantages import Skipping, equal_rewards
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
+from .rewards.missing import MissingRewards
 from .step_size import optimizers
 from .step_size.control import StepControl
 from .step_size.controller import StepSize
@@ -146,6 +147,7 @@ class ISOPOTrainer(GRPOTrainer):
             for name in ("train_dataset", "eval_dataset"):
                 verify_prompts(given.get(name), name)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
+        self.missing_rewards = MissingRewards()
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
@@ -373,6 +375,7 @@ class ISOPOTrainer(GRPOTrainer):
     def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
         if self.accelerator.sync_gradients:
             self._optimizer_steps += 1
+            self.missing_rewards.step()
             if self.skipping is None or not self.skipping.is_idle:
                 self._log_step(self.isopo.step(grad_norm, number=self.state.global_step + 1))
             if self.skipping is not None:
@@ -600,14 +603,24 @@ class ISOPOTrainer(GRPOTrainer):
         return advantages.masked_fill(equal, 0)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        functions = map(reward_functions.verified, self.reward_funcs, self.reward_func_names)
-        with borrowed(self, reward_funcs=list(functions)):
+        names, missing = self.reward_func_names, self.missing_rewards
+        missing.begin()
+        seen = missing.returned
+        functions = [reward_functions.verified(*each, seen) for each in zip(self.reward_funcs, names, strict=True)]
+        with borrowed(self, reward_funcs=functions):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        aggregation = self.args.multi_objective_aggregation
-        normalised = self.args.scale_rewards != "none" or aggregation == "normalize_then_sum"
-        reward_functions.verify_size(rewards, self.reward_weights, self.reward_func_names, normalised)
         if self.kl_reward is not None:
             self.kl_reward.leave_out_unscored(rewards)
+        on_host, weights = rewards.detach().cpu(), self.reward_weights.cpu()
+        by_function = self.args.multi_objective_aggregation == "normalize_then_sum"
+        normalised = self.args.scale_rewards != "none" or by_function
+        reward_functions.verify_size(on_host, weights, names, normalised)
+        for function, name, column in zip(self.reward_funcs, names, on_host.unbind(1), strict=True):
+            if isinstance(function, torch.nn.Module):  # which nobody has seen
+                missing.returned(column.tolist(), name, of_all_ranks=True)
+        if self._is_in_training_step:
+            group: Any = self.num_generations
+            missing.generated(on_host, weights, names, group, by_function)
         return rewards
 
     # State
