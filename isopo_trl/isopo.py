@@ -21,6 +21,7 @@ from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
 from .rules.running import EXPECTATIONS, RunningStatistics
+from .rules.trial import verify_own_rule
 from .settings.types import typed
 
 
@@ -85,6 +86,7 @@ class ISOPO:
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
+        verify_own_rule(self.rule)
         self.regularization_decay = valid_decay(regularization_decay)
         self.fisher_samples = valid_samples(fisher_samples)
         self.fisher_scope = valid_scope(fisher_scope, self.fisher_samples, self.rule)
@@ -388,9 +390,10 @@ class ISOPO:
         step's figures (see [`~rules.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
         after the last backward: without it there are no running means, and every microbatch goes by its own.
 
-        `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite: do not step the
-        optimizer if it is not zero. Finite gradients can still overflow in their sum, which their norm tells. The
-        first step with a multiplier out of proportion is reported by a warning.
+        `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite, or their
+        coefficient (with a rule of one's own, `broken_by_rule` tells which): do not step the optimizer if it is not
+        zero. Finite gradients can still overflow in their sum, which their norm tells. The first step with a
+        multiplier out of proportion is reported by a warning.
 
         Args:
             grad_norm (`torch.Tensor`, *optional*):

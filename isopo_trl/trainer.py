@@ -384,6 +384,14 @@ class ISOPOTrainer(GRPOTrainer):
     def _log_step(self, figures: dict[str, float]) -> None:
         off_policy = self.weighting.step()
         broken = int(figures.pop("broken_sequences"))
+        by_rule = int(figures.pop("broken_by_rule", 0))
+        if by_rule:
+            raise FloatingPointError(
+                f"rule={self.isopo.rule.name!r} returned coefficients that are not finite, at {by_rule} layers, "
+                "though the gradients and their norms are: look at what it divides by and takes the root of, and "
+                "return 0 for a sequence without a gradient. The weights have not been updated with them, and the "
+                "running statistics do not contain them."
+            )
         if broken:
             raise FloatingPointError(
                 f"Gradients of this step are not finite (statistics of {broken} sequences are affected): lower the "
