@@ -62,6 +62,8 @@ from .trl_seam.trainer import get_config_model_id
 
 logger = get_logger(__name__)
 
+# Multiple of max_grad_norm from which on clipping takes a gradient's length away
+CUT_AWAY = 100
 # The constructor takes what GRPOTrainer's takes
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
@@ -148,6 +150,7 @@ class ISOPOTrainer(GRPOTrainer):
                 verify_prompts(given.get(name), name)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         self.missing_rewards = MissingRewards()
+        self._clipping_was_said = False
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
@@ -370,7 +373,24 @@ class ISOPOTrainer(GRPOTrainer):
         # DeepSpeed has had its step, unless the norm was not finite; -1 is what it says of such a norm in places
         elif grad_norm is not None and not 0 <= grad_norm < math.inf:
             _refuse_norm(grad_norm, stepped=not self.accelerator.optimizer_step_was_skipped)
+        elif grad_norm is not None:
+            self._warn_of_clipping(grad_norm)
         return grad_norm
+
+    def _warn_of_clipping(self, norm: float) -> None:
+        """Say once that the units of a gradient to the letter of the paper are cut away, with its length in them."""
+        args = self.args
+        allowed = args.max_grad_norm or math.inf
+        found = self.isopo.rule.scale == "paper" and args.target_kl is None and norm > CUT_AWAY * allowed
+        if self._clipping_was_said or not found:
+            return
+        self._clipping_was_said = True
+        logger.warning(
+            f"scale='paper' leaves the gradient in the units of the rule, and max_grad_norm={allowed:g} cuts it to "
+            f"{allowed / norm:.1g} of its length in this step (grad_norm={norm:,.4g}), so that every step has the "
+            "length of the bound: raise max_grad_norm to where grad_norm is, set scale='relative', or let target_kl "
+            "find how long steps are. This is said once."
+        )
 
     def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
         if self.accelerator.sync_gradients:
@@ -401,6 +421,7 @@ class ISOPOTrainer(GRPOTrainer):
         norm = figures.pop("grad_norm", 0.0)
         if not math.isfinite(norm):
             _refuse_norm(norm, multiplier=figures["multiplier_max"])
+        self._warn_of_clipping(norm)
         add_to_log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
         self._log_off_policy("train", off_policy)
 
@@ -715,7 +736,7 @@ class ISOPOTrainer(GRPOTrainer):
 
 def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:
     """Raise for a gradient whose norm is not finite; `multiplier`: the step's largest, where it is known."""
-    largest = "" if multiplier is None else f", the largest multiplier is {multiplier:.3g}"
+    largest = "" if multiplier is None else f", the largest multiplier is {multiplier:.3g} times the mean one"
     raise FloatingPointError(
         f"The gradient of this step overflows: its norm is {norm}{largest}, though each sequence's own gradient is "
         "finite. "

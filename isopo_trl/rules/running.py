@@ -147,7 +147,8 @@ class RunningStatistics:
         Args:
             grad_norm (`torch.Tensor`, *optional*): scalar, norm of the step's gradient, to be read along.
 
-        Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`;
+        Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`, under
+        `scale="paper"` in units of the layer's mean multiplier (of `1 / c0` for `interacting`);
         `effective_sequences`: participation ratio `(sum |c|)^2 / sum c^2`, mean over layers; `fisher_norm`,
         `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
         number of sequences with a non-finite statistic or coefficient somewhere; `broken_by_rule`, for a rule that is
@@ -223,7 +224,12 @@ class RunningStatistics:
     def _figures(self, sums: torch.Tensor, broken: torch.Tensor) -> dict[str, torch.Tensor]:
         fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
         count = sums[:, _COUNT].sum().clamp(min=1)
-        lowest, largest = self._extremes.amax(1)
+        extremes = self._extremes
+        if self.rule.scale == "paper":
+            units = self._units()
+            multiplier = ratio(multiplier, units)
+            extremes = torch.where(extremes.isinf(), extremes, ratio(extremes, units))
+        lowest, largest = extremes.amax(1)
         needs, multipliers = self.rule.needs, defined.sum()
         figures = {
             "multiplier_mean": multiplier.sum() / multipliers.clamp(min=1),
@@ -246,10 +252,15 @@ class RunningStatistics:
         if self.rule.needs.ntk:
             # c_s / A_s is large wherever A_s is small beside its neighbours', and means nothing
             return torch.zeros_like(largest)
-        if self.rule.scale == "relative":
-            return largest
-        x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
-        return ratio(largest * x, fx * self._factor)
+        return largest if self.rule.scale == "relative" else ratio(largest, self._units())
+
+    def _units(self) -> torch.Tensor:
+        """`[L]`, of the step's multipliers under `scale="paper"`: in these they are what they are in the other."""
+        square, fx, x = (self.mean[:, EXPECTATIONS.index(name)] for name in ("norm^2", "fx", "x"))
+        if self.rule.needs.ntk:
+            # c0 to the right power: c tends to A / c0 as lambda grows
+            return self._factor * (getattr(self.rule, "regularization", 1.0) * square) ** (self.rule.degree / 2)
+        return self._factor * ratio(fx, x)  # the layer's mean multiplier
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
