@@ -1,6 +1,7 @@
 """Configuration of the [`ISOPOTrainer`]."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,6 @@ from .rules.rule import Rule
 from .settings.ranges import verify_ranges
 from .settings.types import shown, type_fields, typed
 from .step_size import optimizers
-from .step_size.drift import DEFAULT
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 
@@ -157,11 +157,12 @@ class ISOPOConfig(GRPOConfig):
             backward pass of its own. Costs a forward pass of the reference model per generation, as in the loss, and
             one of the policy where the sampler does not return its log-probabilities, or draws at another temperature
             or truncated.
-        target_kl (`float`, *optional*):
+        target_kl (`float` or `"auto"`, *optional*):
             KL divergence, in nats per completion token, by which one optimizer step is to move the policy on the data
             it was computed from. The learning rate is then found while training: `learning_rate` is where the search
             starts, and a schedule multiplies the target instead. A step that goes too far is shortened before anything
-            else happens. If `None`, the learning rate is what it is.
+            else happens. `"auto"` is 0.05 nats per completion, divided by the mean length of completions. If `None`,
+            the learning rate is what it is; but `optim="sgd"` has `"auto"` where no learning rate is given either.
         log_step_kl (`bool`, *optional*, defaults to `False`):
             Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
         step_kl_share (`float`, *optional*, defaults to `0.03125`):
@@ -288,11 +289,12 @@ class ISOPOConfig(GRPOConfig):
         },
     )
 
-    target_kl: float | None = field(
+    target_kl: float | str | None = field(
         default=None,
         metadata={
             "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy. "
-            "The learning rate is then found while training, starting from `learning_rate`."
+            "The learning rate is then found while training, starting from `learning_rate`. 'auto' is 0.05 nats per "
+            "completion, and what `optim='sgd'` has where neither this nor `learning_rate` is given."
         },
     )
     log_step_kl: bool = field(
@@ -322,6 +324,8 @@ class ISOPOConfig(GRPOConfig):
                 setattr(self, name, value)
         verify_ranges(vars(self))
         super().__post_init__()
+        if self.target_kl is None and self.optim == "sgd" and self.learning_rate == type(self).learning_rate:
+            self.target_kl = "auto"  # AdamW's rate is next to none for plain gradient steps
         if self.token_weights is None:
             corrected = self.use_vllm and self.vllm_importance_sampling_correction
             self.token_weights = "sampler" if corrected and not ratio_loss.takes_ratio(self) else "none"
@@ -334,7 +338,14 @@ class ISOPOConfig(GRPOConfig):
 
     def _check_types(self) -> None:
         own = [name for name in type(self).__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
+        if isinstance(self.target_kl, str) and self.target_kl != "auto":  # as a command line has a number
+            with suppress(ValueError):
+                self.target_kl = float(self.target_kl)
         type_fields(self, [*own, "epsilon", *_OF_GRPO])
+        if isinstance(self.target_kl, str) and self.target_kl != "auto":
+            raise ValueError(f"target_kl={shown(self.target_kl)} is of type str: give a number, 'auto' or None.")
+        if self.target_kl != "auto":
+            self.target_kl = typed("target_kl", self.target_kl, "float | None")
         given: Any = self.reward_weights
         if given is not None:
             try:
@@ -358,7 +369,7 @@ class ISOPOConfig(GRPOConfig):
     @property
     def measures_steps(self) -> bool:
         """Whether the KL divergence of each optimizer step is measured."""
-        return self.target_kl is not None or self.drift_bound is not None or self.log_step_kl
+        return self.target_kl is not None or self.bounds_drift or self.log_step_kl
 
     @property
     def microbatches_per_generation(self) -> int:
@@ -371,14 +382,10 @@ class ISOPOConfig(GRPOConfig):
         return self.gradient_accumulation_steps % self.microbatches_per_generation != 0
 
     @property
-    def drift_bound(self) -> float | None:
-        """Bound on the divergence from the behaviour policy; `None` if there is none, or data is used but once."""
-        if not self.uses_stale_data:
-            return None
-        bound = self.behaviour_kl
-        if bound is None and self.target_kl is not None:
-            bound = DEFAULT * self.target_kl
-        return None if bound == math.inf else bound
+    def bounds_drift(self) -> bool:
+        """Whether the divergence from the behaviour policy is bounded; it is not where data is used but once."""
+        asked = self.target_kl is not None if self.behaviour_kl is None else self.behaviour_kl < math.inf
+        return asked and self.uses_stale_data
 
     def given(self, *names: str) -> list[str]:
         """Those among `names` that are settings and not at their defaults, as `name=value`."""
@@ -435,7 +442,7 @@ class ISOPOConfig(GRPOConfig):
                 "leave the threshold unset.",
             ),
             (
-                self.target_kl is not None and not 0 < self.target_kl < math.inf,
+                isinstance(self.target_kl, float) and not 0 < self.target_kl < math.inf,
                 f"target_kl={self.target_kl} is the KL divergence of one optimizer step, in nats per token: give a "
                 "positive number, 2e-4 for example, or None.",
             ),
@@ -445,7 +452,7 @@ class ISOPOConfig(GRPOConfig):
                 "data, in nats per token: give a positive number, or None.",
             ),
             (
-                self.behaviour_kl is not None and self.behaviour_kl < math.inf and self.drift_bound is None,
+                self.behaviour_kl is not None and self.behaviour_kl < math.inf and not self.bounds_drift,
                 f"behaviour_kl={self.behaviour_kl} bounds the drift over several optimizer steps on one batch, but "
                 "here completions serve for one step: raise num_iterations, or steps_per_generation above "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}, or leave behaviour_kl out.",

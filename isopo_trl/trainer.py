@@ -173,7 +173,7 @@ class ISOPOTrainer(GRPOTrainer):
         self.weighting: Weighting = weighting(args, self.accelerator)
         self.terms = Terms(self)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
-        self._needs_behaviour = self._asks_old_policy or args.drift_bound is not None
+        self._needs_behaviour = self._asks_old_policy or args.bounds_drift
         for warning in (*self.weighting.warnings(), *self._warnings()):
             logger.warning(warning)
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
@@ -272,7 +272,8 @@ class ISOPOTrainer(GRPOTrainer):
             deepspeed.refuse_settings(config, given, args.target_kl is not None)
         if self.optimizer is not None:
             optimizers.refuse(self.optimizer, args.target_kl)
-        bound = args.drift_bound
+        is_auto = args.target_kl == "auto"
+        size = None if args.target_kl is None else StepSize(0.0 if is_auto else float(args.target_kl))
         return StepControl(
             StepKL(
                 Scoring(self),
@@ -284,14 +285,20 @@ class ISOPOTrainer(GRPOTrainer):
                 # What is free while vLLM sleeps is not
                 may_replay=not args.vllm_enable_sleep_mode and not self.is_deepspeed_enabled,
             ),
-            None if args.target_kl is None else StepSize(args.target_kl),
-            None if bound is None else BehaviourBound(bound, Progress(self), self.accelerator),
+            size,
+            BehaviourBound(args.behaviour_kl, Progress(self), self.accelerator) if args.bounds_drift else None,
             self.accelerator,
+            is_auto=is_auto,
             log=lambda figures: self._log({f"step/{name}": value for name, value in figures.items()}),
             offload=args.target_kl_offload,
             engine=(lambda: self.model_wrapped) if self.is_deepspeed_enabled else None,
             others=lambda: self.callback_handler.callbacks,
         )
+
+    def _get_learning_rate(self):
+        """In the log: what the last step was made with."""
+        made = None if self.step_control is None else self.step_control.learning_rate
+        return super()._get_learning_rate() if made is None else made
 
     def _log(self, figures: dict[str, float]) -> None:
         add_to_log(self, "train" if self.model.training else "eval", figures)

@@ -748,7 +748,9 @@ def step_cells(results: list[Result]) -> list[str]:
     """
     lengths = [column(r, "step/kl") for r in results]
     shortened = [column(r, "step/kept") for r in results]
-    rates = [column(r, "step/learning_rate")[-10:] for r in results]
+    # Runs of before 18 November 2026 have the schedule's rate under the other name
+    with_target = [r for r in results if column(r, "step/kept")]
+    rates = [(column(r, "step/learning_rate") or column(r, "learning_rate"))[-10:] for r in with_target]
     return [
         spread([fmean(values[len(values) // 2 :]) for values in lengths if values], "{:.2g}"),
         spread([100 * fmean(kept < 1 for kept in values) for values in shortened if values], "{:.0f} %"),

@@ -12,10 +12,11 @@ from transformers import TrainerCallback
 from ..integrations import deepspeed
 from ..trl_seam.batch import Batch
 from . import optimizers
-from .controller import OVERSHOOT, Measurement, StepSize, is_too_long, shortened
+from .completion_length import AUTO, CompletionLength
+from .controller import CLOSE, OVERSHOOT, Measurement, StepSize, fitted, is_too_long
 from .drift import BehaviourBound
 from .measurement import StepKL
-from .taken_back import AdamWSteps, WeightCopy, local, trained, way_back_of
+from .taken_back import AdamWSteps, SGDSteps, WeightCopy, local, trained, way_back_of
 
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class StepControl(TrainerCallback):
         size ([`StepSize`], *optional*): decides, where there is a target.
         behaviour ([`BehaviourBound`], *optional*): ends generations.
         accelerator (`Accelerator`): the ranks.
+        is_auto (`bool`): whether the target is [`AUTO`] nats per completion, whatever `size` says.
         log (`Callable`): takes figures by their names.
         offload (`bool`): whether to keep a copy of the weights in the memory of the host.
         engine (`Callable`, *optional*): returns DeepSpeed's, where there is one.
@@ -48,6 +50,7 @@ class StepControl(TrainerCallback):
         behaviour: BehaviourBound | None,
         accelerator: Any,
         *,
+        is_auto: bool = False,
         log: Callable[[dict[str, float]], None],
         offload: bool = False,
         engine: Callable[[], Any] | None = None,
@@ -55,23 +58,27 @@ class StepControl(TrainerCallback):
     ):
         self.kl, self.size, self.behaviour = kl, size, behaviour
         self._accelerator, self._log_figures = accelerator, log
-        self._offload, self._engine, self._others = offload, engine, others
+        self._is_auto, self._offload, self._engine, self._others = is_auto, offload, engine, others
+        self.length = CompletionLength(accelerator)
+        self.learning_rate: float | None = None  # what the last step was made with, where it had a target
         self._optimizer: Any = None  # as training has it, without accelerate's wrapper
-        self._way_back: WeightCopy | AdamWSteps | None = None
+        self._way_back: WeightCopy | AdamWSteps | SGDSteps | None = None
         self._is_verified = False  # the optimizer's state, after its first step
         self._warned = False  # that steps of that length are lost in rounding
         self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
         self._factor = 1.0  # what they are multiplied by
         self._schedule = 1.0  # what the target is multiplied by
         self._applied = 0.0  # the largest of them, as it was for the step
+        self._tried: float | None = None  # the KL divergence of a step that was tried before it is made
 
     def reset(self) -> None:
         """Before a run, or after one that was broken off."""
         self._restore_rates()
         self.kl.reset()
+        self.length.forget()
         if self.behaviour is not None:
             self.behaviour.forget()
-        self._way_back = None
+        self._way_back = self._tried = None
         self._is_verified = False
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
@@ -98,6 +105,7 @@ class StepControl(TrainerCallback):
             fresh (`bool`): whether no step came between its generation and now.
         """
         self.kl.note(batch, step, microbatches)
+        self.length.see(batch.scored)
         if self.behaviour is not None:
             self.behaviour.see(fresh)
 
@@ -113,13 +121,13 @@ class StepControl(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self._restore_rates()
-        made = 0.0
+        made, self._tried = self._tried or 0.0, None
         if self.size is None:
             measurement = self.kl.measure()
             self._log(measurement)
             made = measurement.kl
-        elif self._schedule > 0:
-            made = self._control(self.size)
+        elif self._schedule > 0 and not isinstance(self._way_back, SGDSteps):
+            made, _ = self._control(self.size)
         self.kl.forget()
         if self.behaviour is not None:
             self._log_figures(self.behaviour.close(made))
@@ -127,8 +135,13 @@ class StepControl(TrainerCallback):
     def prepare(self, step: int) -> None:
         """Right before the step, when its gradients are there."""
         self.kl.score(step)
+        self.length.close()
         if self.size is None:
             return
+        if self._is_auto and self.length.mean is not None:
+            self.size.aim(AUTO / self.length.mean)
+        if self.behaviour is not None:
+            self.behaviour.aim(self.size.target)
         self._warn_of_rounding(self.size.target)
         groups = self._groups()
         for group in groups:
@@ -147,8 +160,8 @@ class StepControl(TrainerCallback):
         finally:
             self._restore_rates()
 
-    def _control(self, size: StepSize) -> float:
-        """Measure, shorten and learn from a step; returns the KL divergence that is left of it."""
+    def _control(self, size: StepSize) -> tuple[float, float]:
+        """Measure, shorten and learn from a step. Returns the KL divergence that is left of it, and its share."""
         way_back = self._way_back
         assert way_back is not None
         if not self._is_verified:
@@ -157,8 +170,12 @@ class StepControl(TrainerCallback):
         asked = size.target * self._schedule
         target = max(asked, self.kl.rounding)  # nothing shorter can be told to be too long
         measurement, kept, tried = self.kl.measure(), 1.0, 1.0
-        if is_too_long(measurement, target):
-            kept, tried, measurement = shortened(target, measurement, partial(self._measured_at, way_back))
+        # A first step may be of any length, and what can be tried can be made longer, too
+        searches = size.level is None and isinstance(way_back, SGDSteps) and measurement.is_known
+        searches = searches and target == asked and self._has_gradient()
+        if is_too_long(measurement, target) or (searches and measurement.kl < (1 - CLOSE) * target):
+            measured_at = partial(self._measured_at, way_back)
+            kept, tried, measurement = fitted(target, measurement, measured_at, may_grow=searches)
         if not kept:
             self._take_back(way_back)
             size.taken_back(tried)
@@ -169,8 +186,8 @@ class StepControl(TrainerCallback):
                 size.too_small(kept)
             else:
                 size.measured(measurement, kept, self._schedule)
-        figures = {"kept": kept, "learning_rate": kept * self._applied}
-        self._log(measurement if kept else Measurement(0.0, 0.0), figures)
+        self.learning_rate = kept * self._applied
+        self._log(measurement if kept else Measurement(0.0, 0.0), {"kept": min(kept, 1.0)})
         way_back.settle()
         if size.lost >= PATIENCE:
             size.lost = 0  # another call of `train` has as much patience
@@ -180,7 +197,7 @@ class StepControl(TrainerCallback):
                 "target. Each was taken back, so that the weights are as they were before. Look for a batch or a "
                 "layer that is out of proportion (isopo/multiplier_max, grad_norm), or raise target_kl."
             )
-        return measurement.kl if kept else 0.0
+        return (measurement.kl if kept else 0.0), kept
 
     def _warn_of_rounding(self, target: float) -> None:
         if self._warned or target >= self.kl.rounding:
@@ -193,7 +210,7 @@ class StepControl(TrainerCallback):
             "fp16, attn_implementation='sdpa' or float32 lets smaller ones be measured."
         )
 
-    def _take_back(self, way_back: WeightCopy | AdamWSteps) -> None:
+    def _take_back(self, way_back: WeightCopy | AdamWSteps | SGDSteps) -> None:
         way_back.move(0.0)
         if self._on_any_rank(way_back.lost):
             raise FloatingPointError(
@@ -202,12 +219,14 @@ class StepControl(TrainerCallback):
                 "copy of the weights."
             )
 
-    def _measured_at(self, way_back: WeightCopy | AdamWSteps, share: float) -> Measurement:
+    def _measured_at(self, way_back: WeightCopy | AdamWSteps | SGDSteps, share: float) -> Measurement:
         way_back.move(share)
         return self.kl.measure()
 
     def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
         known = {"kl": measurement.kl, "kl_stderr": measurement.stderr} if measurement.is_known else {}
+        if known and self.length.mean is not None:
+            known["kl_per_completion"] = measurement.kl * self.length.mean
         self._log_figures({**known, **(figures or {})})
 
     # The optimizer
@@ -221,6 +240,7 @@ class StepControl(TrainerCallback):
         if self.size is None:
             return
         self._rates = [(group, group["lr"]) for group in self._groups()]
+        self.learning_rate = self._applied
         for group, rate in self._rates:
             group["lr"] = rate * self._factor
         if self._way_back is None and self._engine is None:
@@ -229,6 +249,18 @@ class StepControl(TrainerCallback):
             weights, moved = deepspeed.moved_weights(self._optimizer)
             self._way_back = WeightCopy(weights, self._offload, moved)
         self._way_back.remember()
+        if isinstance(self._way_back, SGDSteps) and self._schedule > 0:
+            self._try(self._way_back, self.size)
+
+    def _try(self, steps: SGDSteps, size: StepSize) -> None:
+        """Find the learning rates with which the optimizer is to make its step, and leave the weights as they are."""
+        try:
+            steps.move(1.0)
+            self._tried, kept = self._control(size)
+        finally:
+            steps.settle()
+        for group, rate in self._rates:
+            group["lr"] = rate * self._factor * kept
 
     def _restore_rates(self) -> None:
         """What the schedule goes on from, however the step has ended."""
@@ -251,12 +283,16 @@ class StepControl(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {} if self.size is None else {"size": self.size.state_dict()}
+        state["length"] = self.length.mean
         return state if self.behaviour is None else {**state, "behaviour": self.behaviour.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What other settings have not saved begins anew."""
         if self.size is not None and "size" in state:
             self.size.load_state_dict(state["size"])
+        self.length.mean = state.get("length")
+        if self.size is not None and self._is_auto and self.length.mean is not None:
+            self.size.target = AUTO / self.length.mean
         if self.behaviour is not None and "behaviour" in state:
             self.behaviour.load_state_dict(state["behaviour"])
 

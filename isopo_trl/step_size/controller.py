@@ -9,7 +9,8 @@ with a `level` that wanders from step to step, as gradients and the optimizer's 
 filter: each measurement `log kl - 2 log rate` counts by its error, and by how much single batches scatter. The next
 rate is the one for which the level promises the target.
 
-A step that goes too far is [`shortened`] on the spot, whatever the filter thinks of it.
+A step that goes too far is shortened on the spot, whatever the filter thinks of it, and one of a length that nobody
+knows is [`fitted`].
 """
 
 import math
@@ -27,9 +28,11 @@ LARGEST_SURPRISE = 3.0
 LARGEST_CHANGE = 4.0
 # A step is too long from this multiple of the target on
 OVERSHOOT = 2.0
-# A step that is shortened is measured again until it is as near to the target as this, and at most so many times
+# A step that is too long is measured again until it is as near to the target as this, and at most so many times; one
+# that may be of any length, more often
 CLOSE = 0.1
 SHORTENINGS = 5
+SEARCHES = 20
 # What is kept of a step whose measurement is not finite, before it is measured again
 CAUTION = 0.1
 
@@ -78,6 +81,12 @@ class StepSize:
     variance: float = 0.0
     lost: int = 0
     held: float = 0.0
+
+    def aim(self, target: float) -> None:
+        """Steps have another target from now on, and are longer or shorter by as much."""
+        if self.level is not None:
+            self.rate *= math.sqrt(target / self.target)
+        self.target = target
 
     def measured(self, measurement: Measurement, kept: float = 1.0, schedule: float = 1.0) -> None:
         """
@@ -141,32 +150,42 @@ def is_too_long(measurement: Measurement, target: float) -> bool:
     return not measurement.kl <= OVERSHOOT * target
 
 
-def shortened(
-    target: float, whole: Measurement, measured_at: Callable[[float], Measurement]
+def fitted(
+    target: float,
+    whole: Measurement,
+    measured_at: Callable[[float], Measurement],
+    *,
+    may_grow: bool = False,
 ) -> tuple[float, float, Measurement]:
     """
-    How much of a step that [is too long][is_too_long] can be kept.
+    The share of a step that is as long as the target.
 
     Args:
         target (`float`): KL divergence that the step is to have.
-        whole ([`Measurement`]): of the whole step.
-        measured_at (`Callable`): moves the policy so that a given share of the step is kept, and measures it.
+        whole ([`Measurement`]): of the whole step, a share of 1.
+        measured_at (`Callable`): moves the policy so that a given share of the step is made, and measures it.
+        may_grow (`bool`): whether the share may be larger than 1, and is searched for however far away it is.
 
-    Returns the share that is kept, 0 where the step remains too long; the last share that was tried; and what was
-    measured of that.
+    Returns the share that is kept, 0 where the step remains [too long][is_too_long]; the last share that was tried;
+    and what was measured of that.
     """
     share, latest = 1.0, whole
-    below, above = 0.0, 1.0  # shares that are known to be on either side of the target
+    below, above = 0.0, math.inf if may_grow else 1.0  # shares that are known to be on either side of the target
     short = 0.0  # the last that is known to be short enough
-    for _ in range(SHORTENINGS):
-        share *= math.sqrt(target / latest.kl) if 0 < latest.kl < math.inf else CAUTION
-        if not below < share < above:  # not quadratic: weights, or choices of experts, change one after the other
-            share = math.sqrt(below * above)
-        latest = measured_at(share)
-        if latest.kl == 0 or abs(latest.kl / target - 1) <= CLOSE:  # nothing is left, for rounding, or just enough
-            break
+    for _ in range(SEARCHES if may_grow else SHORTENINGS):
         below, above = (share, above) if latest.kl < target else (below, share)
+        if 0 < latest.kl < math.inf:
+            share *= math.sqrt(target / latest.kl)
+        else:
+            share *= CAUTION if latest.kl else 1 / CAUTION
+        if not below < share < above:  # not quadratic: weights, or choices of experts, change one after the other
+            share = math.sqrt(below * above) if below else above * CAUTION
+        latest = measured_at(share)
+        if abs(latest.kl / target - 1) <= CLOSE or (latest.kl == 0 and not may_grow):  # nothing is left, for rounding
+            break
         short = short if is_too_long(latest, target) else share
+    if may_grow and latest.kl == 0:  # nothing moves the policy
+        share, latest = 1.0, measured_at(1.0)
     if short and is_too_long(latest, target):
         share, latest = short, measured_at(short)
     return (0.0 if is_too_long(latest, target) else share), share, latest

@@ -46,13 +46,14 @@ class BehaviourBound:
     Ends the use of a generation when its drift is too large.
 
     Args:
-        bound (`float`): on the drift, in nats per token.
+        bound (`float`, *optional*): on the drift, in nats per token; [`DEFAULT`] times the target of steps if `None`.
         progress ([`Progress`]): the run's.
         accelerator (`Accelerator`): the ranks.
     """
 
-    def __init__(self, bound: float, progress: Progress, accelerator: Any):
-        self.bound, self._progress, self._accelerator = bound, progress, accelerator
+    def __init__(self, bound: float | None, progress: Progress, accelerator: Any):
+        self._progress, self._accelerator = progress, accelerator
+        self._follows, self.bound = bound is None, math.inf if bound is None else bound
         self.floor = 0.0  # how far sampler and trainer are apart without a step
         self.path = 0.0  # sum of the roots of the steps' divergences since the generation
         self.forget()
@@ -61,6 +62,11 @@ class BehaviourBound:
         """Begin a new step."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self._accelerator.device)
         self._fresh: set[bool] = set()
+
+    def aim(self, target: float) -> None:
+        """Steps have this target from now on, in nats per token."""
+        if self._follows:
+            self.bound = DEFAULT * target
 
     def see(self, fresh: bool) -> None:
         """Take note of a microbatch; `fresh`: whether no step came between its generation and now."""

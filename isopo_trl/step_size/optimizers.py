@@ -42,13 +42,13 @@ def refusal_by_name(optim: str, given: str, has_target: bool) -> str | None:
     )
 
 
-def refuse(optimizer: Any, target_kl: float | None) -> None:
+def refuse(optimizer: Any, target_kl: float | str | None) -> None:
     """
     Raise for an optimizer whose steps cannot be measured or, where they have a target, not be made longer or shorter.
 
     Args:
         optimizer (`torch.optim.Optimizer`): the optimizer itself, without accelerate's wrapper.
-        target_kl (`float`, *optional*): what steps are to have; `None` where they are only measured.
+        target_kl (`float` or `"auto"`, *optional*): what steps are to have; `None` where they are only measured.
     """
     classes = {base.__name__ for base in type(optimizer).__mro__}
     name = type(optimizer).__name__

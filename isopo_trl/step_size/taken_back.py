@@ -1,9 +1,13 @@
 """
-The weights before an optimizer's step, so that it can be taken back along itself: as a copy, or from what AdamW keeps.
+The weights before an optimizer's step, so that it can be taken back along itself: as a copy, or from what AdamW keeps;
+and SGD's steps, which are tried before they are made.
 
 AdamW's step from weights `w`, with moments `m` and `v` and their corrections, is `w (1 - rate decay) - u` with
 `u = rate m / (sqrt(v) + eps)`. Both `u` and the rates are there after the step, so that `w` is known to rounding, and
 with it any share of the step. For weights in bf16 rounding is of the size of the step, and a copy is kept.
+
+SGD's step is its rate times a direction that is known before the step. So the weights are moved along it, measured,
+and put back, to the last bit; then the optimizer makes the step, with the rate that was found.
 """
 
 import math
@@ -20,14 +24,16 @@ SMALL = 2**28
 _BLOCK = 2**22
 
 
-def way_back_of(optimizer: Any, offload: bool = False) -> "WeightCopy | AdamWSteps":
+def way_back_of(optimizer: Any, offload: bool = False) -> "WeightCopy | AdamWSteps | SGDSteps":
     """
-    What takes the steps of an optimizer back.
+    What tries the steps of an optimizer, or takes them back.
 
     Args:
         optimizer (`torch.optim.Optimizer`): the optimizer.
         offload (`bool`): whether to keep a copy in the memory of the host.
     """
+    if can_be_tried(optimizer):
+        return SGDSteps(optimizer)
     parameters = list(trained(optimizer))
     size = sum(local(p).numel() * p.element_size() for p in parameters)
     if size > SMALL and not offload and can_be_undone(optimizer):
@@ -47,6 +53,14 @@ def can_be_undone(optimizer: Any) -> bool:
     wide = all(p.dtype in (torch.float32, torch.float64) and local(p).is_contiguous() for p in trained(optimizer))
     others = ("amsgrad", "maximize", "capturable", "differentiable")
     return wide and not any(group[name] for group in optimizer.param_groups for name in others)
+
+
+def can_be_tried(optimizer: Any) -> bool:
+    """Whether the optimizer is PyTorch's SGD, and its step known before it is made, without the weights."""
+    others = ("weight_decay", "maximize", "differentiable")
+    return type(optimizer) is torch.optim.SGD and not any(
+        group[name] for group in optimizer.param_groups for name in others
+    )
 
 
 class WeightCopy:
@@ -165,6 +179,74 @@ class AdamWSteps:
 
     def settle(self) -> None:
         """As [`WeightCopy.settle`]: nothing is kept for it."""
+
+
+class SGDSteps:
+    """
+    The steps of SGD, tried before they are made. No memory, but for the few weights that lose a bit on the way there
+    and back: those are noted.
+
+    Args:
+        optimizer (`torch.optim.SGD`): the optimizer, whose steps [`can_be_tried`].
+    """
+
+    bytes = 0
+    lost = False
+
+    def __init__(self, optimizer: torch.optim.SGD):
+        self._optimizer = optimizer
+        self._rates: list[float] = []
+        self._share = 0.0  # of the step that the weights have
+        # Of each block, where a bit is lost, and what was there
+        self._rounded: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = []
+
+    def remember(self) -> None:
+        """Note the learning rates of the step, before it."""
+        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._share = 0.0
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """Put the weights where they would be with so many times the step; 0 is where they were, to the last bit."""
+        if self._share:
+            rounded = iter(self._rounded)
+            for weights, direction, rate in self._blocks():
+                weights.copy_(_added(weights, direction, rate * self._share))
+                places, before = next(rounded)
+                weights[places] = before
+            self._rounded = []
+        self._share = share
+        if share:
+            for weights, direction, rate in self._blocks():
+                moved = _added(weights, direction, -rate * share)
+                back = _added(moved, direction, rate * share)
+                places = tuple(place.int() for place in (back != weights).nonzero(as_tuple=True))
+                self._rounded.append((places, weights[places]))
+                weights.copy_(moved)
+
+    def settle(self) -> None:
+        """Put the weights back where they were."""
+        self.move(0.0)
+
+    def _blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        """Parts of the weights, the direction in which SGD would move them, and the rate."""
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            momentum, new = group["momentum"], 1 - group["dampening"]
+            for p in group["params"]:
+                if p.grad is None:  # the optimizer leaves it alone
+                    continue
+                former = self._optimizer.state[p].get("momentum_buffer") if p in self._optimizer.state else None
+                tensors = [p, p.grad] if not momentum or former is None else [p, p.grad, former]
+                for weights, gradient, *moments in blocks(*map(local, tensors)):
+                    buffer = gradient
+                    if momentum and moments:
+                        buffer = (moments[0] * momentum).add_(gradient, alpha=new)
+                    yield weights, gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer, rate
+
+
+def _added(weights: torch.Tensor, direction: torch.Tensor, factor: float) -> torch.Tensor:
+    largest = torch.finfo(weights.dtype).max
+    return weights.add(direction, alpha=min(largest, max(-largest, factor))).to(weights.dtype)
 
 
 def blocks(*alike: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -37,6 +37,9 @@ require("trl.GRPOTrainer.compute_loss", "model", "inputs", "return_outputs", "nu
 # Between the last backward and the optimizer's step
 require("trl.GRPOTrainer._get_grad_norm", "model", "grad_norm")
 require("trl.GRPOTrainer._run_epoch", mentions=("_get_grad_norm",))
+# What the log says of the learning rate
+require("trl.GRPOTrainer._get_learning_rate")
+require("trl.GRPOTrainer._maybe_log_save_evaluate", mentions=("_get_learning_rate",))
 require("trl.GRPOTrainer.create_model_card", "model_name", "dataset_name", "tags")
 require("trl.GRPOTrainer.training_step", mentions=("_step",))
 require("trl.GRPOTrainer._get_train_sampler", "dataset")

@@ -125,8 +125,8 @@ def assert_steps_of_one_length(two, weights, tmp_path, alone="target"):
     assert one["logs"][0]["step/kept"] < 0.1 and one["logs"][1]["step/kept"] != one["logs"][0]["step/kept"]
     assert_same(one, *two, 1e-4)  # what a step is multiplied by has the rounding of its measurement
     for left, right in zip(one["logs"], two[0]["logs"], strict=True):
-        names = [name for name in left if name.startswith("step/")]
-        assert len(names) == 4
+        names = [name for name in left if name.startswith("step/")] + ["learning_rate"]
+        assert len(names) == 5
         for name in names:
             assert left[name] == pytest.approx(right[name], rel=1e-3), name
     return one

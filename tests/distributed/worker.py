@@ -348,7 +348,7 @@ def run(output, mode, rule, weights):
     if mode.startswith("target"):
         under = mode.removeprefix("target")
         kind, stage = ShardsByHand if under == "fsdp" else ByHand, int(under) if under.isdigit() else None
-        settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "learning_rate": 10.0}
+        settings = {"target_kl": "auto", "step_kl_share": 1.0, "learning_rate": 10.0}
         model, isopo, result = train(output, rule, weights, stage, kind=kind, **settings)
     elif mode.startswith("scheduled"):
         settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "learning_rate": 0.5}

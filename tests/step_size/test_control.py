@@ -13,12 +13,14 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.step_size import taken_back
+from isopo_trl.step_size.completion_length import AUTO, DECAY
 from isopo_trl.step_size.control import PATIENCE, StepControl
 from isopo_trl.step_size.controller import CLOSE, LARGEST_CHANGE, OVERSHOOT, Measurement, StepSize
+from isopo_trl.step_size.drift import DEFAULT
 from isopo_trl.step_size.measurement import drawn
 from isopo_trl.step_size.optimizers import REFUSED, UNMEASURED
 from tests import oracle, tiny, training
-from tests.step_size.enumeration import Run, ratio_of_sums
+from tests.step_size.enumeration import Recorded, Run, ratio_of_sums
 
 
 TARGET = 1e-3
@@ -72,7 +74,7 @@ class Steps:
             self.control.on_optimizer_step(args, None, None)
             assert [group["lr"] for group in self.optimizer.param_groups] == rates  # the schedule's own
             for line in self.lines[count:]:
-                line["scheduled"] = rates[0]
+                line |= {"scheduled": rates[0], "learning_rate": self.control.learning_rate}
             if self.schedule is not None:
                 self.schedule.step()
         return self.lines
@@ -97,14 +99,42 @@ def test_steps_reach_the_target_from_any_learning_rate(kind, start):
         assert lines[0]["learning_rate"] == pytest.approx(start * lines[0]["kept"])
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("start", [1e-12, 1e-6, 1e3, 1e30])
+def test_the_first_step_of_sgd_is_of_that_length_and_all_are_sgds_own(start, momentum):
+    """To the last bit those of a run with the rates that were found, in which nothing was measured or moved back."""
+    own, others = weights(), weights()
+    steps = Steps(torch.optim.SGD(own, lr=start, momentum=momentum))
+    alone = torch.optim.SGD(others, lr=1.0, momentum=momentum)
+    for number in range(4):
+        (line,) = steps.make(1, gradient=0.3 + number)[number:]
+        assert line["kl"] == pytest.approx(TARGET, rel=CLOSE) if not number else line["kl"] <= OVERSHOOT * TARGET
+        for p in others:
+            p.grad = torch.full_like(p, 0.3 + number)
+        alone.param_groups[0]["lr"] = line["learning_rate"]
+        alone.step()
+        assert all(map(torch.equal, own, others))
+
+
+@pytest.mark.parametrize("gradient,knows", [(0.0, True), (1.0, False), (1e-30, True)])
+def test_a_first_step_of_sgd_that_says_nothing_is_made_as_it_is(gradient, knows):
+    steps = Steps(torch.optim.SGD(weights(), lr=0.1), knows=knows)
+    (line,) = steps.make(1, gradient)
+    assert line["kept"] == 1 and line["learning_rate"] == 0.1
+    assert steps.control.size.level is None  # so that the next one is searched for
+
+
 def test_a_schedule_multiplies_the_target_and_does_not_make_it_larger():
     """Warmup, a cycle that begins at a 25th of its largest rate, and one that rises for ever."""
 
-    def run(schedule):
-        optimizer = torch.optim.SGD(weights(), lr=1e-3)
+    def run(schedule, kind=torch.optim.SGD):
+        optimizer = kind(weights(), lr=1e-3)
         return Steps(optimizer, schedule(optimizer)).make(14)
 
-    warmup = run(lambda each: torch.optim.lr_scheduler.LambdaLR(each, lambda step: min(1, step / 10)))
+    def rise(each):
+        return torch.optim.lr_scheduler.LambdaLR(each, lambda step: min(1, step / 10))
+
+    warmup, of_others = run(rise), run(rise, torch.optim.RMSprop)
     cycle = run(lambda each: torch.optim.lr_scheduler.OneCycleLR(each, 1e-3, total_steps=20, cycle_momentum=False))
     rising = run(lambda each: torch.optim.lr_scheduler.LambdaLR(each, lambda step: 2.0**step))
     assert len(warmup) == 13  # a rate of 0 is no step
@@ -112,7 +142,7 @@ def test_a_schedule_multiplies_the_target_and_does_not_make_it_larger():
         for line in lines[5:]:
             assert line["kl"] == pytest.approx(TARGET * line["scheduled"] / 1e-3, rel=0.1)
     # The first rate is the one that was given: the schedule goes under the root
-    assert warmup[0]["learning_rate"] == pytest.approx(1e-3 * math.sqrt(0.1) * warmup[0]["kept"])
+    assert of_others[0]["learning_rate"] == pytest.approx(1e-3 * math.sqrt(0.1) * of_others[0]["kept"])
     assert kls(rising)[5:] == pytest.approx([TARGET] * 9, rel=0.1)
 
 
@@ -128,7 +158,7 @@ def test_a_group_whose_own_schedule_is_low_leaves_the_others_their_steps():
 
 def test_a_gradient_that_moves_nothing_raises_the_rate_and_a_step_that_says_nothing_does_not():
     for gradient, knows, rate in ((1.0, True, LARGEST_CHANGE**2), (0.0, True, 1.0), (1.0, False, 1.0)):
-        steps = Steps(torch.optim.SGD(weights(), lr=1e-20), knows=knows)
+        steps = Steps(torch.optim.RMSprop(weights(), lr=1e-20), knows=knows)
         assert [line.get("kl") for line in steps.make(2, gradient)] == [0 if knows else None] * 2
         assert steps.control.size.rate == rate
 
@@ -193,7 +223,7 @@ def test_weights_that_cannot_be_computed_back_end_the_run(monkeypatch):
 
 
 def test_weights_in_bf16_are_not_kept_twice_after_a_step():
-    steps = Steps(torch.optim.SGD(weights(torch.bfloat16), lr=1.0))
+    steps = Steps(torch.optim.RMSprop(weights(torch.bfloat16), lr=1.0))
     assert steps.make(1)[0]["kept"] < 1 and not steps.control._way_back._after
 
 
@@ -237,12 +267,13 @@ def test_shortened_steps_are_of_that_length_by_enumeration(float64_throughout, t
         assert exact == pytest.approx(line["step/kl"], rel=1e-6) and exact <= OVERSHOOT * TARGET
         if line["step/kept"] < 1:
             assert exact == pytest.approx(TARGET, rel=CLOSE)
-            assert line["step/learning_rate"] <= line["learning_rate"] == 0.1  # the scheduler's own is left alone
+            assert line["learning_rate"] < 0.1
 
 
-@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["undone", "lora"])
-def test_a_resumed_run_goes_on_with_the_same_numbers(adapter, tmp_path, monkeypatch):
-    settings = {**SETTINGS, "learning_rate": 0.05, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["full", "lora"])
+@pytest.mark.parametrize("plain", [{}, {"optim": "sgd", "target_kl": "auto", "optim_args": "momentum=0.9"}], ids=str)
+def test_a_resumed_run_goes_on_with_the_same_numbers(plain, adapter, tmp_path, monkeypatch):
+    settings = {**SETTINGS, "learning_rate": 0.05, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **plain}
     settings |= {"num_iterations": 4, "behaviour_kl": 1.0}  # in the middle of a generation
     if adapter is None:
         monkeypatch.setattr(taken_back, "SMALL", 0)
@@ -252,9 +283,41 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(adapter, tmp_path, monkeypa
     assert again.step_control.state_dict() == whole.step_control.state_dict()
     resumed = [line for line in again.state.log_history if "loss" in line]
     for line, other in zip(resumed[2:], expected[2:], strict=True):
-        names = [name for name in line if name.startswith("step/")]
-        assert names and all(line[name] == other[name] for name in names)
+        names = ["learning_rate", *(name for name in line if name.startswith("step/"))]
+        assert len(names) > 1 and all(line[name] == other[name] for name in names)
     assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
+
+
+def test_sgd_has_a_target_per_completion_where_nothing_is_said_and_reaches_it_at_once(tmp_path):
+    """The gradient's scale does not matter, and the target follows the mean length of all completions."""
+    given = {"optim": "sgd", "learning_rate": ISOPOConfig.learning_rate, "step_kl_share": 1.0, "max_steps": 4}
+    given |= {"rule": "interacting", "scale": "paper", "lr_scheduler_type": "constant", "num_iterations": 2}
+    trainer = training.build(tmp_path, kind=Recorded, data=tiny.prompts(12), **given)
+    assert trainer.args.target_kl == "auto" and trainer.args.bounds_drift
+    mean = None
+    for line, batch in zip(steps(trainer), trainer.batches, strict=True):
+        own = batch["completion_mask"].sum(1).float().mean().item()
+        mean = own if mean is None else DECAY * mean + (1 - DECAY) * own
+        assert line["step/kl_per_completion"] == pytest.approx(mean * line["step/kl"], rel=1e-6)
+        assert line["step/kl_per_completion"] <= OVERSHOOT * AUTO
+    assert trainer.state.log_history[0]["step/kl_per_completion"] == pytest.approx(AUTO, rel=CLOSE)
+    assert trainer.step_control.size.target == pytest.approx(AUTO / mean)
+    assert trainer.step_control.behaviour.bound == pytest.approx(DEFAULT * AUTO / mean)
+
+
+@pytest.mark.parametrize(
+    "settings,target",
+    [
+        ({"optim": "sgd"}, "auto"),
+        ({"optim": "sgd", "learning_rate": 0.1}, None),
+        ({"optim": "sgd", "target_kl": "2e-4"}, 2e-4),  # a text, as from a command line
+        ({"target_kl": "auto"}, "auto"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_which_target_there_is(settings, target, tmp_path):
+    assert ISOPOConfig(str(tmp_path), use_cpu=True, bf16=False, **settings).target_kl == target
 
 
 class Failing(torch.optim.AdamW):
@@ -293,7 +356,7 @@ def test_what_momentum_does_without_a_gradient_does_not_change_the_rate(skip, tm
     lines = steps(training.build(tmp_path, reward=reward, **settings))
     assert [line["grad_norm"] > 0 for line in lines] == [True] + [False] * 3
     assert all(line["step/kl"] > 0 for line in lines)  # of the moments
-    rates = [line["step/learning_rate"] / line["step/kept"] for line in lines]
+    rates = [line["learning_rate"] / line["step/kept"] for line in lines]
     assert rates[1] != rates[0] and rates[2:] == pytest.approx([rates[1]] * 2)
 
 
@@ -315,9 +378,9 @@ def test_steps_are_measured_by_completions_that_were_not_cut_off(place, tmp_path
     advantages = torch.tensor([1.0, -1.0, 0.5])
     trainer.generations = [oracle.random_batch([3, 2, 4], each, 100, 0, advantages).for_trl() for each in lengths]
     nothing, far, after = steps(trainer)
-    assert "step/kl" not in nothing and nothing["step/learning_rate"] == 1.0
+    assert "step/kl" not in nothing and nothing["learning_rate"] == 1.0
     assert 0 < far["step/kl"] <= OVERSHOOT * TARGET and far["step/kept"] < 0.1  # far too long, and shortened
-    assert "step/kl" not in after and after["step/learning_rate"] < 0.1
+    assert "step/kl" not in after and after["learning_rate"] < 0.1
 
 
 def run(tmp_path, **settings):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from isopo_trl.step_size import controller
-from isopo_trl.step_size.controller import LARGEST_CHANGE, Measurement, StepSize, is_too_long, shortened
+from isopo_trl.step_size.controller import LARGEST_CHANGE, Measurement, StepSize, fitted, is_too_long
 
 
 TARGET = 1e-3
@@ -71,15 +71,39 @@ def test_a_quadratic_step_reaches_the_target_from_any_start_by_bounded_changes(s
 def test_a_step_that_is_too_long_is_shortened_to_the_target(curve):
     whole = Measurement(curve(1.0), 0.0)
     assert is_too_long(whole, TARGET)
-    kept, tried, latest = shortened(TARGET, whole, lambda share: Measurement(curve(share), 0.0))
+    kept, tried, latest = fitted(TARGET, whole, lambda share: Measurement(curve(share), 0.0))
     assert kept == tried and 0 < kept < 1
     assert latest.kl == curve(kept) == pytest.approx(TARGET, rel=controller.CLOSE)
 
 
+@pytest.mark.parametrize(
+    "curve",
+    [
+        lambda share: 1e-12 * share**2,
+        lambda share: 1e20 * share**2,
+        lambda share: 4 * (1 - math.exp(-1e12 * share**2)),
+        lambda share: math.nan if share > 1e-9 else 1e17 * share**2,
+        lambda share: 0.0 if share < 1e6 else 1e-16 * share**2,
+    ],
+)
+def test_a_step_of_any_length_is_found(curve):
+    whole = Measurement(curve(1.0), 0.0)
+    kept, tried, latest = fitted(TARGET, whole, lambda share: Measurement(curve(share), 0.0), may_grow=True)
+    assert kept == tried and latest.kl == curve(kept) == pytest.approx(TARGET, rel=controller.CLOSE)
+
+
+def test_a_step_that_moves_nothing_however_long_is_not_made_longer():
+    tried = []
+    kept, _, latest = fitted(
+        TARGET, Measurement(0.0, 0.0), lambda s: tried.append(s) or Measurement(0.0, 0.0), may_grow=True
+    )
+    assert kept == tried[-1] == 1 and latest.kl == 0
+
+
 def shares_of(target, whole, curve):
-    """What [`shortened`] returns, and the shares that it has tried."""
+    """What [`fitted`] returns, and the shares that it has tried."""
     shares = []
-    found = shortened(target, Measurement(whole, 0.0), lambda s: shares.append(s) or Measurement(curve(s), 0.0))
+    found = fitted(target, Measurement(whole, 0.0), lambda s: shares.append(s) or Measurement(curve(s), 0.0))
     return *found, shares
 
 

@@ -162,7 +162,9 @@ def test_a_run_that_stopped_early_resumes_with_the_same_numbers(tmp_path, caplog
 )
 def test_the_bound_is_derived_from_the_target_and_is_there_for_stale_data_alone(settings, bound, tmp_path):
     args = ISOPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=4, **settings)
-    assert args.drift_bound == bound and args.measures_steps == (bound is not None or "target_kl" in settings)
+    assert args.bounds_drift == (bound is not None) and args.measures_steps == (
+        bound is not None or "target_kl" in settings
+    )
 
 
 @pytest.mark.parametrize(("bound", "said"), [(0.0, "is a bound"), (0.5, "serve for one step: raise num_iterations")])

@@ -10,7 +10,7 @@ from transformers.training_args import OptimizerNames
 
 from isopo_trl.step_size import taken_back
 from isopo_trl.step_size.optimizers import REFUSED
-from isopo_trl.step_size.taken_back import AdamWSteps, WeightCopy, can_be_undone, way_back_of
+from isopo_trl.step_size.taken_back import AdamWSteps, SGDSteps, WeightCopy, can_be_undone, way_back_of
 from tests.documentation.test_docs import table
 
 
@@ -171,6 +171,59 @@ def test_a_copy_is_kept_where_it_is_small_asked_for_or_needed(monkeypatch):
     assert isinstance(way_back_of(optimizer), AdamWSteps) and way_back_of(optimizer).bytes == 0
     assert isinstance(way_back_of(optimizer, offload=True), WeightCopy)
     parameters = list(optimizer.param_groups[0]["params"])
-    others = [torch.optim.SGD(parameters, lr=0.1), torch.optim.Adam(parameters), adamw(torch.bfloat16)[0]]
+    for offload in (False, True):
+        assert isinstance(way_back_of(torch.optim.SGD(parameters, lr=0.1), offload), SGDSteps)
+    decaying = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
+    others = [decaying, torch.optim.Adam(parameters), adamw(torch.bfloat16)[0]]
     for other in (*others, *(adamw(torch.float32, **{name: True})[0] for name in ("amsgrad", "maximize"))):
         assert isinstance(way_back_of(other), WeightCopy)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_step_of_sgd_is_tried_as_it_will_be_made_and_leaves_no_bit_behind(dtype, settings, monkeypatch):
+    """Weights of any size beside the step, some of them 0, in blocks, in two groups, and in any order in memory."""
+    monkeypatch.setattr(taken_back, "_BLOCK", 100)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        size = 10 ** (6 * torch.rand(shape, generator=generator, dtype=torch.float64) - 4)
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * size
+
+    values = [random(17, 30), random(30, 9).t(), torch.zeros(8), random(3)]
+    weights = [torch.nn.Parameter(value.to(dtype)) for value in values]
+    optimizer = torch.optim.SGD([{"params": weights[:2], "lr": 0.3}, {"params": weights[2:]}], lr=0.01, **settings)
+    way_back = SGDSteps(optimizer)
+    for _ in range(3):
+        for weight in weights[:3]:
+            weight.grad = random(*weight.shape).to(dtype)
+        before = [weight.detach().clone() for weight in weights]
+        way_back.remember()
+        for share in (1.0, 0.01, 1e30, 1e300, 1.0):  # far too long leaves nothing of the weights
+            way_back.move(share)
+            assert torch.equal(weights[3], before[3])
+        tried = [weight.detach().clone() for weight in weights]
+        way_back.settle()
+        assert all(map(torch.equal, weights, before))
+        optimizer.step()
+        for weight, value in zip(weights, tried, strict=True):
+            # PyTorch may round a direction and its product with the rate once instead of twice
+            largest = 0 if weight.grad is None else weight.grad.abs().max().item()
+            torch.testing.assert_close(
+                weight.detach(), value, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * largest
+            )
+    assert not way_back._rounded
+
+
+def test_a_step_of_sgd_is_tried_without_a_copy():
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(1000, 1000, generator=generator))
+    weight.grad = torch.randn(1000, 1000, generator=generator)
+    optimizer = torch.optim.SGD([weight], lr=1e-5)
+    way_back = way_back_of(optimizer)
+    way_back.remember()
+    way_back.move(1.0)
+    noted = sum(places[0].numel() for places, _ in way_back._rounded)
+    assert 0 < noted < 1e-3 * weight.numel()
