@@ -445,7 +445,7 @@ class ISOPOConfig(GRPOConfig):
             (
                 isinstance(self.target_kl, float) and not 0 < self.target_kl < math.inf,
                 f"target_kl={self.target_kl} is the KL divergence of one optimizer step, in nats per token: give a "
-                "positive number, 0.001 for example, or None.",
+                "positive number, 2e-4 for example, or None.",
             ),
             (
                 self.behaviour_kl is not None and not 0 < self.behaviour_kl,

@@ -21,6 +21,7 @@ from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
 from .rules.running import EXPECTATIONS, RunningStatistics
+from .rules.trial import verify_own_rule
 from .settings.types import typed
 
 
@@ -85,6 +86,7 @@ class ISOPO:
         **settings: Any,
     ):
         self.rule = make_rule(rule, **settings)
+        verify_own_rule(self.rule)
         self.regularization_decay = valid_decay(regularization_decay)
         self.fisher_samples = valid_samples(fisher_samples)
         self.fisher_scope = valid_scope(fisher_scope, self.fisher_samples, self.rule)
@@ -202,6 +204,13 @@ class ISOPO:
                 `[m]`, signs of the advantages where the loss contains them, for the same figures; 0 for a sequence
                 that only fills in, and is not to be counted.
         """
+        given = {"advantages": advantages, "attention_mask": attention_mask, "sequence_ids": sequence_ids}
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor) and (value is not None or name == "advantages"):
+                raise TypeError(
+                    f"`{name}` must be a tensor, got {type(value).__name__}: give `torch.tensor({name})`, on the "
+                    "device of the model."
+                )
         if (attention_mask is None) == (sequence_ids is None):
             raise ValueError("Give either `attention_mask` (one sequence per row) or `sequence_ids`.")
         positions = attention_mask if attention_mask is not None else sequence_ids
@@ -215,11 +224,11 @@ class ISOPO:
                 f"ISOPO takes one advantage per sequence, of shape {expected}, got {list(advantages.shape)}: "
                 "per-token advantages are not supported (put token weights into the loss)."
             )
-        for name, given in (("prompts", prompts), ("signs", signs)):
-            if given is not None and given.shape != advantages.shape:
+        for name, value in (("prompts", prompts), ("signs", signs)):
+            if value is not None and value.shape != advantages.shape:
                 raise ValueError(
                     f"`{name}` must have one entry per sequence, shape {list(advantages.shape)}, got "
-                    f"{list(given.shape)}."
+                    f"{list(value.shape)}."
                 )
         if not self._parameters_are_planned:
             self._refuse_new_parameters()
@@ -381,9 +390,10 @@ class ISOPO:
         step's figures (see [`~rules.running.RunningStatistics.step`]). Call once per optimizer step on every rank,
         after the last backward: without it there are no running means, and every microbatch goes by its own.
 
-        `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite: do not step the
-        optimizer if it is not zero. Finite gradients can still overflow in their sum, which their norm tells. The
-        first step with a multiplier out of proportion is reported by a warning.
+        `broken_sequences` in the figures counts sequences whose gradient or advantage is not finite, or their
+        coefficient (with a rule of one's own, `broken_by_rule` tells which): do not step the optimizer if it is not
+        zero. Finite gradients can still overflow in their sum, which their norm tells. The first step with a
+        multiplier out of proportion is reported by a warning.
 
         Args:
             grad_norm (`torch.Tensor`, *optional*):

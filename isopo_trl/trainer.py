@@ -27,6 +27,7 @@ from .integrations.autograd_thread import calling_thread, is_on_one_device
 from .integrations.deepspeed import before_step, caught_outputs, unseen_by_deepspeed
 from .isopo import ISOPO
 from .layers.read_elsewhere import refuse_readers
+from .loss.dropout import noise_of_ratios
 from .loss.forward import Weighed, broken_sequences, weigh
 from .loss.sampler import (
     PROMPT_NUMBERS,
@@ -41,6 +42,7 @@ from .loss.terms import Derivative, LossTerms, Terms
 from .loss.zero_advantages import Skipping, equal_rewards
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
+from .rewards.missing import MissingRewards
 from .step_size import optimizers
 from .step_size.control import StepControl
 from .step_size.controller import StepSize
@@ -48,7 +50,7 @@ from .step_size.drift import BehaviourBound, drift_sums
 from .step_size.measurement import StepKL
 from .step_size.precise_forward import PreciseForward
 from .token_weights import Weighted, Weighting, ratio_loss
-from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group
+from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
 from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
 from .trl_seam.loans import borrowed, intercepted, results_noted
 from .trl_seam.log import add_all_to_log, add_to_log
@@ -60,6 +62,8 @@ from .trl_seam.trainer import get_config_model_id
 
 logger = get_logger(__name__)
 
+# Multiple of max_grad_norm from which on clipping takes a gradient's length away
+CUT_AWAY = 100
 # The constructor takes what GRPOTrainer's takes
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
@@ -140,7 +144,13 @@ class ISOPOTrainer(GRPOTrainer):
             )
         weighting = ratio_loss.weighting_for(args)
         reward_functions.verify_callable(reward_funcs)
+        given = _SIGNATURE.bind_partial(self, model, reward_funcs, args, *positional, **kwargs).arguments
+        if given.get("environment_factory") is None:  # which may write the prompts
+            for name in ("train_dataset", "eval_dataset"):
+                verify_prompts(given.get(name), name)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
+        self.missing_rewards = MissingRewards()
+        self._clipping_was_said = False
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
@@ -161,11 +171,11 @@ class ISOPOTrainer(GRPOTrainer):
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
-        for warning in self.weighting.warnings():
-            logger.warning(warning)
         self.terms = Terms(self)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
         self._needs_behaviour = self._asks_old_policy or args.bounds_drift
+        for warning in (*self.weighting.warnings(), *self._warnings()):
+            logger.warning(warning)
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
@@ -207,6 +217,21 @@ class ISOPOTrainer(GRPOTrainer):
                 "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
                 "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
             )
+
+    def _warnings(self) -> Iterator[str]:
+        """What the user should know of the settings before training."""
+        args = self.args
+        if self.isopo.rule.needs.ntk and args.per_device_train_batch_size == 1:
+            yield (
+                f"rule={args.rule!r} lets the sequences of a microbatch act on each other, and "
+                "per_device_train_batch_size=1 leaves each alone in its own: raise it, with fewer "
+                "gradient_accumulation_steps for the same step, or take another rule."
+            )
+        others_draw = self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None
+        is_one = not (others_draw or args.uses_stale_data) and samples_at_temperature(args)  # the ratio, by definition
+        noise = noise_of_ratios(self.model) if self._needs_behaviour and not is_one else None
+        if noise is not None:
+            yield noise
 
     def _prepare_to_go_back_twice(self, settings: str) -> None:
         """For terms of the loss that no rule may rescale, which these `settings` ask for."""
@@ -355,11 +380,29 @@ class ISOPOTrainer(GRPOTrainer):
         # DeepSpeed has had its step, unless the norm was not finite; -1 is what it says of such a norm in places
         elif grad_norm is not None and not 0 <= grad_norm < math.inf:
             _refuse_norm(grad_norm, stepped=not self.accelerator.optimizer_step_was_skipped)
+        elif grad_norm is not None:
+            self._warn_of_clipping(grad_norm)
         return grad_norm
+
+    def _warn_of_clipping(self, norm: float) -> None:
+        """Say once that the units of a gradient to the letter of the paper are cut away, with its length in them."""
+        args = self.args
+        allowed = args.max_grad_norm or math.inf
+        found = self.isopo.rule.scale == "paper" and args.target_kl is None and norm > CUT_AWAY * allowed
+        if self._clipping_was_said or not found:
+            return
+        self._clipping_was_said = True
+        logger.warning(
+            f"scale='paper' leaves the gradient in the units of the rule, and max_grad_norm={allowed:g} cuts it to "
+            f"{allowed / norm:.1g} of its length in this step (grad_norm={norm:,.4g}), so that every step has the "
+            "length of the bound: raise max_grad_norm to where grad_norm is, set scale='relative', or let target_kl "
+            "find how long steps are. This is said once."
+        )
 
     def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
         if self.accelerator.sync_gradients:
             self._optimizer_steps += 1
+            self.missing_rewards.step()
             if self.skipping is None or not self.skipping.is_idle:
                 self._log_step(self.isopo.step(grad_norm, number=self.state.global_step + 1))
             if self.skipping is not None:
@@ -368,6 +411,14 @@ class ISOPOTrainer(GRPOTrainer):
     def _log_step(self, figures: dict[str, float]) -> None:
         off_policy = self.weighting.step()
         broken = int(figures.pop("broken_sequences"))
+        by_rule = int(figures.pop("broken_by_rule", 0))
+        if by_rule:
+            raise FloatingPointError(
+                f"rule={self.isopo.rule.name!r} returned coefficients that are not finite, at {by_rule} layers, "
+                "though the gradients and their norms are: look at what it divides by and takes the root of, and "
+                "return 0 for a sequence without a gradient. The weights have not been updated with them, and the "
+                "running statistics do not contain them."
+            )
         if broken:
             raise FloatingPointError(
                 f"Gradients of this step are not finite (statistics of {broken} sequences are affected): lower the "
@@ -377,6 +428,7 @@ class ISOPOTrainer(GRPOTrainer):
         norm = figures.pop("grad_norm", 0.0)
         if not math.isfinite(norm):
             _refuse_norm(norm, multiplier=figures["multiplier_max"])
+        self._warn_of_clipping(norm)
         add_to_log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
         self._log_off_policy("train", off_policy)
 
@@ -587,14 +639,24 @@ class ISOPOTrainer(GRPOTrainer):
         return advantages.masked_fill(equal, 0)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        functions = map(reward_functions.verified, self.reward_funcs, self.reward_func_names)
-        with borrowed(self, reward_funcs=list(functions)):
+        names, missing = self.reward_func_names, self.missing_rewards
+        missing.begin()
+        seen = missing.returned
+        functions = [reward_functions.verified(*each, seen) for each in zip(self.reward_funcs, names, strict=True)]
+        with borrowed(self, reward_funcs=functions):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        aggregation = self.args.multi_objective_aggregation
-        normalised = self.args.scale_rewards != "none" or aggregation == "normalize_then_sum"
-        reward_functions.verify_size(rewards, self.reward_weights, self.reward_func_names, normalised)
         if self.kl_reward is not None:
             self.kl_reward.leave_out_unscored(rewards)
+        on_host, weights = rewards.detach().cpu(), self.reward_weights.cpu()
+        by_function = self.args.multi_objective_aggregation == "normalize_then_sum"
+        normalised = self.args.scale_rewards != "none" or by_function
+        reward_functions.verify_size(on_host, weights, names, normalised)
+        for function, name, column in zip(self.reward_funcs, names, on_host.unbind(1), strict=True):
+            if isinstance(function, torch.nn.Module):  # which nobody has seen
+                missing.returned(column.tolist(), name, of_all_ranks=True)
+        if self._is_in_training_step:
+            group: Any = self.num_generations
+            missing.generated(on_host, weights, names, group, by_function)
         return rewards
 
     # State
@@ -681,7 +743,7 @@ class ISOPOTrainer(GRPOTrainer):
 
 def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:
     """Raise for a gradient whose norm is not finite; `multiplier`: the step's largest, where it is known."""
-    largest = "" if multiplier is None else f", the largest multiplier is {multiplier:.3g}"
+    largest = "" if multiplier is None else f", the largest multiplier is {multiplier:.3g} times the mean one"
     raise FloatingPointError(
         f"The gradient of this step overflows: its norm is {norm}{largest}, though each sequence's own gradient is "
         "finite. "

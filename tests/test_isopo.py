@@ -127,6 +127,15 @@ def test_arguments_that_do_not_fit_are_named(advantages, arguments, message):
         ISOPO(linear()).begin(torch.ones(advantages), **arguments)
 
 
+def test_a_list_in_the_place_of_a_tensor_is_answered_with_what_to_write():
+    isopo = ISOPO(linear())
+    with pytest.raises(TypeError, match=r"`advantages` must be a tensor, got list: give `torch.tensor\(advantages\)`"):
+        isopo.begin([1.0, -1.0], attention_mask=MASK)
+    with pytest.raises(TypeError, match="`attention_mask` must be a tensor, got list"):
+        with isopo.microbatch(torch.ones(2), attention_mask=MASK.tolist()):
+            pass
+
+
 @pytest.mark.parametrize(
     ("rule", "value"), [("fisher", float("nan")), ("interacting", float("inf")), ("none", float("nan"))]
 )
@@ -267,6 +276,20 @@ def test_the_gradients_norm_is_read_along():
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     run(isopo, model)
     assert isopo.step(norm)["grad_norm"] == pytest.approx(norm.item())
+
+
+@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting"])
+def test_figures_of_multipliers_are_the_same_in_both_scales(rule):
+    """To the letter of the paper they have units, in which no number says anything."""
+    settings = {"fisher_scope": None if rule in ("euclidean", "interacting") else "microbatch", "regularization": 0.3}
+    model, x, figures = linear(), torch.randn(2, 4, 3), []
+    for scale in ("relative", "paper"):
+        isopo = ISOPO(model, rule, scale=scale, **settings)
+        with isopo.microbatch(torch.tensor([1.0, -0.5]), attention_mask=MASK, loss_scale=0.25):
+            (1e-3 * model(x)).square().sum().backward()
+        figures.append({name: value for name, value in isopo.step().items() if name.startswith("multiplier")})
+        isopo.detach()
+    assert len(figures[0]) == 3 and figures[1] == pytest.approx(figures[0], rel=1e-4)
 
 
 def test_multipliers_are_the_coefficients_over_the_advantages():

@@ -232,7 +232,10 @@ def _refuse_model(model: nn.Module) -> None:
             "backward what to compute: give the model uncompiled."
         )
     if any("_isopo_layer" in module.__dict__ for module in model.modules()):
-        raise ValueError("An ISOPO is attached to this model already: call its `detach` first.")
+        raise ValueError(
+            "An ISOPO is attached to this model already: call its `detach` first (`trainer.isopo.detach()`, if it is "
+            "a trainer's), or load the model anew."
+        )
 
 
 def _is_compiled(module: nn.Module) -> bool:

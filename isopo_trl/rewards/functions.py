@@ -10,6 +10,9 @@ from ..settings.types import shown
 from ..trl_seam.rewards import is_async_callable
 
 
+Seen = Callable[[list[float | None], str], None]
+
+
 def verify_callable(reward_funcs: Any) -> None:
     """Raise unless what is given for a trainer's reward functions can be called, or is the name of a model."""
     for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
@@ -20,22 +23,29 @@ def verify_callable(reward_funcs: Any) -> None:
             )
 
 
-def verified(function: Any, name: str) -> Any:
-    """The reward function, which raises where it does not return a list of numbers; a model is left as it is."""
+def verified(function: Any, name: str, seen: Seen = lambda values, name: None) -> Any:
+    """
+    The reward function, which raises where it does not return a list of numbers, and shows them to `seen`, with its
+    name; a model is left as it is.
+    """
     if isinstance(function, nn.Module):  # TRL calls it in its own way
         return function
     if is_async_callable(function):
 
         async def asynchronous(**kwargs: Any) -> list[float | None]:
-            return rewards(await function(**kwargs), name)
+            values = rewards(await function(**kwargs), name)
+            seen(values, name)
+            return values
 
         return asynchronous
-    return _synchronous(function, name)
+    return _synchronous(function, name, seen)
 
 
-def _synchronous(function: Callable[..., Any], name: str) -> Callable[..., list[float | None]]:
+def _synchronous(function: Callable[..., Any], name: str, seen: Seen) -> Callable[..., list[float | None]]:
     def synchronous(**kwargs: Any) -> list[float | None]:
-        return rewards(function(**kwargs), name)
+        values = rewards(function(**kwargs), name)
+        seen(values, name)
+        return values
 
     return synchronous
 

@@ -4,6 +4,7 @@
 - `non_interacting`: rules of the form `c_s = A_s f_s`, which need to say no more than `f`.
 - `power`, `interacting`: the paper's.
 - `registry`: rules by name.
+- `trial`: whether a rule of one's own is what it says.
 - `ledger`, `running`: where a microbatch's coefficients go, and the running means that rules refer to.
 """
 

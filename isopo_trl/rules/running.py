@@ -56,6 +56,7 @@ class RunningStatistics:
         self.proportions = [0.0] * layers
         self.sequences = 0.0
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
+        self._is_own = rule.kernel_form is None  # not one of the package's
         self.by_rows = [False] * layers
         self._of_rows = [False] * layers  # what the history is of
         self._refresh()
@@ -67,6 +68,7 @@ class RunningStatistics:
         self._factor = 1.0  # that multipliers carry for the loss's constant
         self._noise = self.mean.new_zeros(len(self.mean))  # gradients that are there but do not count
         self._broken = self.mean.new_zeros(1)
+        self._blamed = self.mean.new_zeros(1)  # layers whose coefficients are broken by a rule of one's own
         self._diagnostics.start_step()
         self._first: list[tuple[torch.Tensor, ...]] = []  # F, N and who counts, of layers that change their metric
 
@@ -129,6 +131,13 @@ class RunningStatistics:
         self._extremes = torch.maximum(self._extremes, extremes.amax(2))
         self._noise = self._noise + noise.sum(-1)
         self._broken = self._broken + (~finite).any(0).sum()
+        if self._is_own:
+            given = torch.isfinite(fisher + norm).all(1) & torch.isfinite(advantages).all()
+            if ledger.ntk is not None:
+                given = given & torch.isfinite(ledger.ntk).flatten(1).all(1)
+            # A rule may keep its norms to itself
+            told = (fisher > 0).any(1) if needs.overlap else (norm > 0).any(1)
+            self._blamed = self._blamed + (given & told & (~torch.isfinite(c)).any(1)).sum()
         self._diagnostics.add(ledger, alive)
 
     def step(self, grad_norm: torch.Tensor | None = None) -> dict[str, float]:
@@ -138,20 +147,23 @@ class RunningStatistics:
         Args:
             grad_norm (`torch.Tensor`, *optional*): scalar, norm of the step's gradient, to be read along.
 
-        Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`;
+        Returns the step's figures over its layers and sequences: `multiplier_mean`, `_min`, `_max`: of `f`, under
+        `scale="paper"` in units of the layer's mean multiplier (of `1 / c0` for `interacting`);
         `effective_sequences`: participation ratio `(sum |c|)^2 / sum c^2`, mean over layers; `fisher_norm`,
         `euclidean_norm`, `relative_norm`: mean `F`, `N`, `F / N`, those that the rule computes; `broken_sequences`:
-        number of sequences with a non-finite statistic or coefficient somewhere; `grad_norm`, if it was given; and
-        those of [`Diagnostics`] that are defined.
+        number of sequences with a non-finite statistic or coefficient somewhere; `broken_by_rule`, for a rule that is
+        not the package's: number of layers, over microbatches, at which it made coefficients that are not finite of
+        statistics that are; `grad_norm`, if it was given; and those of [`Diagnostics`] that are defined.
         """
         diagnostics, ranks = self._diagnostics, 1
-        totals = torch.cat([self._sums.flatten(), self._noise, self._broken, diagnostics.sums])
+        totals = torch.cat([self._sums.flatten(), self._noise, self._broken, self._blamed, diagnostics.sums])
         if dist.is_available() and dist.is_initialized():
             ranks = dist.get_world_size()
             dist.all_reduce(totals)
             dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
-        sums, noise, broken, others = totals.split([self._sums.numel(), len(self._noise), 1, len(diagnostics.sums)])
-        sums, broken = sums.view_as(self._sums), broken[0]
+        sizes = [self._sums.numel(), len(self._noise), 1, 1, len(diagnostics.sums)]
+        sums, noise, broken, blamed, others = totals.split(sizes)
+        sums = sums.view_as(self._sums)
         count = sums[:, _COUNT]
         step_mean = sums[:, :_COUNT] / count.clamp(min=1).unsqueeze(1)
         decay = self.decay * self.history[:, _KNOWN:]  # a first mean has no past
@@ -160,7 +172,9 @@ class RunningStatistics:
         updated = decay * self.mean + (1 - decay) * step_mean
         lost = (count == 0) & (noise > 0)
         self.mean = torch.where((count > 0).unsqueeze(1), updated, self.mean.masked_fill(lost.unsqueeze(1), 0))
-        figures = self._figures(sums, broken)
+        figures = self._figures(sums, broken[0])
+        if self._is_own:
+            figures["broken_by_rule"] = blamed[0]
         if grad_norm is not None:
             figures["grad_norm"] = grad_norm.detach().to(self.mean)
         optional = diagnostics.figures(others, grad_norm, ranks)
@@ -210,7 +224,12 @@ class RunningStatistics:
     def _figures(self, sums: torch.Tensor, broken: torch.Tensor) -> dict[str, torch.Tensor]:
         fisher, norm, relative, absolute, square, multiplier, defined = sums[:, _COUNT + 1 :].unbind(1)
         count = sums[:, _COUNT].sum().clamp(min=1)
-        lowest, largest = self._extremes.amax(1)
+        extremes = self._extremes
+        if self.rule.scale == "paper":
+            units = self._units()
+            multiplier = ratio(multiplier, units)
+            extremes = torch.where(extremes.isinf(), extremes, ratio(extremes, units))
+        lowest, largest = extremes.amax(1)
         needs, multipliers = self.rule.needs, defined.sum()
         figures = {
             "multiplier_mean": multiplier.sum() / multipliers.clamp(min=1),
@@ -233,10 +252,15 @@ class RunningStatistics:
         if self.rule.needs.ntk:
             # c_s / A_s is large wherever A_s is small beside its neighbours', and means nothing
             return torch.zeros_like(largest)
-        if self.rule.scale == "relative":
-            return largest
-        x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]
-        return ratio(largest * x, fx * self._factor)
+        return largest if self.rule.scale == "relative" else ratio(largest, self._units())
+
+    def _units(self) -> torch.Tensor:
+        """`[L]`, of the step's multipliers under `scale="paper"`: in these they are what they are in the other."""
+        square, fx, x = (self.mean[:, EXPECTATIONS.index(name)] for name in ("norm^2", "fx", "x"))
+        if self.rule.needs.ntk:
+            # c0 to the right power: c tends to A / c0 as lambda grows
+            return self._factor * (getattr(self.rule, "regularization", 1.0) * square) ** (self.rule.degree / 2)
+        return self._factor * ratio(fx, x)  # the layer's mean multiplier
 
     def _refresh(self) -> None:
         x, fx = self.mean[:, EXPECTATIONS.index("x")], self.mean[:, EXPECTATIONS.index("fx")]

@@ -199,6 +199,11 @@ class Weighting(ABC):
         log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
         tokens = Tokens(logps, behaviour, mask, log_ratio, advantages)
         weighted = self.weigh(tokens)
+        if not isinstance(weighted, Weighted):
+            raise TypeError(
+                f"token_weights={self.name!r}: `weigh` of {type(self).__name__} returned {type(weighted).__name__} "
+                "instead of `Weighted`: say what the numbers are, as in `return Weighted(weights=...)`."
+            )
         if weighted.unscaled is not None and not self.goes_back_twice:
             raise TypeError(
                 f"token_weights={self.name!r} returned an unscaled term: set `goes_back_twice = True` on "

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from datasets import Dataset, DatasetDict
 
 from ..geometry.reservoir import content_keys
 from .loans import borrowed
@@ -25,6 +26,22 @@ _images_together = require("trl.trainer.grpo_trainer.unsplit_pixel_values_by_gri
 # Where TRL reads how many rows of pixels belong to an image, or that there is one for each
 _LAYOUT = ("image_grid_thw", "image_position_ids", "spatial_shapes", "num_tiles", "image_sizes")
 pad = require("trl.trainer.utils.pad", "tensors", "padding_value", "padding_side")
+
+
+def verify_prompts(data: Any, name: str) -> None:
+    """Raise where a data set, the trainer's argument `name`, says which columns it has, and none is the prompt's."""
+    if isinstance(data, dict) and not isinstance(data, DatasetDict):
+        for part, each in data.items():
+            verify_prompts(each, f"{name}[{part!r}]")
+    columns = getattr(data, "column_names", None)  # none of a stream that has not begun
+    if not isinstance(columns, list) or "prompt" in columns:
+        return
+    if isinstance(data, Dataset) and data.format["type"] == "custom":  # a transform may make it of other columns
+        return
+    raise ValueError(
+        f"{name} has no column 'prompt', of which completions are made; it has {', '.join(columns) or 'none at all'}: "
+        f"rename the one with the prompts ({name}.rename_column('question', 'prompt')), or make one with `map`."
+    )
 
 
 class Batch(dict):

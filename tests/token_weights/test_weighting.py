@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isopo_trl import ISOPOConfig
-from isopo_trl.token_weights import named
+from isopo_trl.token_weights import Weighting, named
 from tests import training
 
 
@@ -77,3 +77,14 @@ def test_bound_of_p3o_follows_the_microbatches_of_the_step():
 def test_pull_of_p3o_vanishes_on_policy():
     logps, _, mask = microbatch(0)
     assert weighting("p3o")(logps, logps.detach(), mask).unscaled() is None
+
+
+def test_a_weighting_that_returns_bare_numbers_is_refused_by_its_name_and_told_what_to_return():
+    class Bare(Weighting):
+        name = "bare"
+
+        def weigh(self, tokens):
+            return tokens.log_ratio.detach().exp()
+
+    with pytest.raises(TypeError, match=r"token_weights='bare': `weigh` of Bare returned Tensor .*Weighted\(weights="):
+        Bare(None)(*microbatch(0))

@@ -1,12 +1,14 @@
 """Numbers that are not finite stop the run before they reach the weights or the running statistics."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
+from isopo_trl.rules import Needs, NonInteracting, registry
 from isopo_trl.token_weights import Unscaled
 from isopo_trl.token_weights.p3o import P3O
 from isopo_trl.token_weights.weighting import WEIGHTINGS
@@ -60,9 +62,41 @@ def test_broken_weight_stops_the_run_before_the_optimizer_and_it_can_go_on(rule,
     training.train(trainer)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fragile(NonInteracting):
+    """A rule of one's own, which returns NaN once it is told to."""
+
+    breaks: ClassVar[list[bool]] = []
+    needs = Needs(overlap=True)
+    degree = 0.0
+
+    def multiplier(self, norms, mean_squares):
+        return torch.full_like(norms.fisher, math.nan if self.breaks else 1.0)
+
+
+@pytest.fixture
+def fragile(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    monkeypatch.setattr(Fragile, "breaks", [])
+    registry.register_rule("fragile", Fragile)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_rule_that_returns_nan_stops_the_run_and_is_named(accumulation, tmp_path, fragile):
+    settings = {"gradient_accumulation_steps": accumulation, "skip_zero_advantage": False}
+    trainer = training.build(tmp_path, rule="fragile", options=ROLLOUT, **settings)
+    message, weights = run_that_breaks(trainer, lambda: Fragile.breaks.append(True))
+    assert "rule='fragile' returned coefficients that are not finite" in message and "learning rate" not in message
+    assert_untouched(trainer, weights)
+
+
+@pytest.mark.usefixtures("fragile")
 @pytest.mark.parametrize(
     ("rule", "value"),
-    [("fisher", math.nan), ("npg", math.inf), ("fig4", math.inf), ("euclidean", math.nan), ("interacting", math.inf)],
+    [
+        *(("fisher", math.nan), ("npg", math.inf), ("fig4", math.inf), ("euclidean", math.nan)),
+        *(("interacting", math.inf), ("fragile", math.nan)),
+    ],
 )
 def test_broken_gradient_stops_the_run_before_the_optimizer(rule, value, tmp_path):
     settings = {"rule": rule, "gradient_checkpointing": False}

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+from datasets import IterableDataset
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_tensor_dict
 
-from isopo_trl.trl_seam.batch import Batch, joined_batches, rows_of_batch, shuffled_by_group, together
+from isopo_trl.trl_seam.batch import (
+    Batch,
+    joined_batches,
+    rows_of_batch,
+    shuffled_by_group,
+    together,
+    verify_prompts,
+)
+from tests import tiny, training
 
 
 def text(prompts, completions, **extra):
@@ -109,3 +118,23 @@ def test_groups_are_drawn_from_the_same_random_stream_and_all_orders_come():
 def test_a_generation_that_cuts_a_group_is_an_error_that_names_the_setting():
     with shuffled_by_group(4), pytest.raises(RuntimeError, match="6 sequences.*num_generations=4"):
         grpo_trainer.shuffle_sequence_dict({"rows": torch.arange(6)})
+
+
+# Data sets
+
+
+def test_data_without_prompts_are_refused_with_their_columns_before_anything_is_loaded(tmp_path):
+    questions = tiny.prompts(4).rename_column("prompt", "question").add_column("answer", ["4"] * 4)
+    with pytest.raises(ValueError, match="train_dataset has no column 'prompt'.*has question, answer: rename"):
+        training.build(tmp_path, "no such model", data=questions)
+    for options in ({"eval_dataset": questions}, {"eval_dataset": {"sums": questions}}):
+        with pytest.raises(ValueError, match=r"eval_dataset(\['sums'\])? has no column 'prompt'"):
+            training.build(tmp_path, "no such model", options=options)
+
+
+def test_data_that_may_yet_have_prompts_are_taken():
+    questions = tiny.prompts(4).rename_column("prompt", "question")
+    unknown = IterableDataset.from_generator(lambda: iter(questions))
+    transformed = questions.with_transform(lambda rows: {"prompt": rows["question"]})
+    for data in (None, tiny.prompts(4), tiny.prompts(4).to_iterable_dataset(), unknown, transformed):
+        verify_prompts(data, "train_dataset")

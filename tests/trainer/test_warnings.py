@@ -1,0 +1,38 @@
+"""What would fail without a word is said, once, with what to change."""
+
+import pytest
+
+from tests import training
+
+
+def said(caplog, words):
+    return [record.message for record in caplog.records if words in record.message]
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "warned"), [("interacting", 1, True), ("interacting", 3, False), ("fisher", 1, False)]
+)
+def test_sequences_that_are_to_interact_and_are_alone_in_their_microbatch_are_warned_of(
+    rule, size, warned, tmp_path, caplog
+):
+    settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 3}
+    training.build(tmp_path, rule=rule, **settings)
+    assert bool(said(caplog, "per_device_train_batch_size=1 leaves each alone")) == warned
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [({}, True), ({"max_grad_norm": 0.0}, False), ({"scale": "relative"}, False), ({"target_kl": 1e-4}, False)],
+    ids=str,
+)
+def test_clipping_that_takes_the_length_of_a_gradient_in_the_papers_units_is_said_once(
+    settings, warned, tmp_path, caplog
+):
+    settings = {"rule": "euclidean", "scale": "paper", "max_grad_norm": 0.05, **settings}
+    trainer = training.build(tmp_path, **settings)
+    trainer.train()
+    messages = said(caplog, "max_grad_norm=0.05 cuts it to")
+    assert len(messages) == warned
+    norm = trainer.state.log_history[0]["grad_norm"]
+    if warned:
+        assert norm > 5 and f"(grad_norm={norm:,.4g})" in messages[0] and "scale='relative'" in messages[0]
