@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from ..integrations import deepspeed
 from ..trl_seam.batch import Batch
-from . import optimizers
+from . import advice, optimizers
 from .completion_length import AUTO, CompletionLength
 from .controller import CLOSE, OVERSHOOT, Measurement, StepSize, fitted, is_too_long
 from .drift import BehaviourBound
@@ -68,6 +68,7 @@ class StepControl(TrainerCallback):
         self._way_back: WeightCopy | AdamWSteps | SGDSteps | None = None
         self._is_verified = False  # the optimizer's state, after its first step
         self._warned = False  # that steps of that length are lost in rounding
+        self._advised: set[str] = set()  # of what else
         self._rates: list[tuple[dict[str, Any], Any]] = []  # groups whose rates are multiplied, and their own rates
         self._factor = 1.0  # what they are multiplied by
         self._schedule = 1.0  # what the target is multiplied by
@@ -146,6 +147,7 @@ class StepControl(TrainerCallback):
         if self.behaviour is not None:
             self.behaviour.aim(self.size.target)
         self._warn_of_rounding(self.size.target)
+        self._advise("target", advice.of_target(self.size.target, self.length.mean))
         groups = self._groups()
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
@@ -213,6 +215,12 @@ class StepControl(TrainerCallback):
             "fp16, attn_implementation='sdpa' or float32 lets smaller ones be measured."
         )
 
+    def _advise(self, subject: str, said: str | None) -> None:
+        if said is not None and subject not in self._advised:
+            self._advised.add(subject)
+            if self._accelerator.is_main_process:
+                logger.warning(said)
+
     def _take_back(self, way_back: WeightCopy | AdamWSteps | SGDSteps) -> None:
         way_back.move(0.0)
         if self._on_any_rank(way_back.lost):
@@ -227,6 +235,7 @@ class StepControl(TrainerCallback):
         return self.kl.measure()
 
     def _log(self, measurement: Measurement, figures: dict[str, float] | None = None) -> None:
+        self._advise("measurement", advice.of_measurement(measurement))
         known = {"kl": measurement.kl, "kl_stderr": measurement.stderr} if measurement.is_known else {}
         if known and self.length.mean is not None:
             known["kl_per_completion"] = measurement.kl * self.length.mean
