@@ -50,6 +50,8 @@ STARTS = "results_starts.png"
 START_GROUPS = ("starts", "starts_without")
 RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
+PLAIN_REINFORCE = "plain_reinforce"
+PLAIN_GROUPS = ("plain", "plain_targets", "plain_momentum", "rates_sgd", "sgd")
 
 
 def main(matrix: Path, results: Path, docs: Path) -> int:
@@ -110,6 +112,7 @@ class Report:
             self.rates("Muon: learning rates", ("rates_muon",)),
             self.starts(figures),
             self.targets(),
+            self.plain("Plain steps", PLAIN_GROUPS, self.main_grpo()),
             self.variants("Sums", ("sums",), "grpo"),
             self.variants("Sums: starting learning rates", ("sums_starts",), None),
             self.fisher_norm(),
@@ -471,6 +474,31 @@ class Report:
                 lines.append(row([*cells, *step_cells(runs)]))
         return lines
 
+    def main_grpo(self) -> Rows:
+        """GRPO with AdamW at its rate."""
+        return {label: runs for label, runs in self.main_rows().items() if label.startswith("grpo,")}
+
+    def plain(self, title: str, groups: tuple[str, ...], of_grpo: Rows) -> str:
+        """Runs of groups, their steps' lengths, and what they are beside GRPO and beside REINFORCE's plain steps."""
+        rows: Rows = defaultdict(list)
+        for _, result in self.finished(groups):
+            rows[with_target(result)].append(result)
+        lines = [f"## {title}"]
+        if not rows:
+            return "\n".join([*lines, *self.missing(groups)])
+        lines += ["", *courses({**of_grpo, **rows})]
+        lines += ["", *self.comparison({**of_grpo, **rows}, next(iter(of_grpo), None))]
+        of_rules = []
+        for label, results in rows.items():
+            method, _, others = label.partition(", ")
+            base = rows.get(f"{PLAIN_REINFORCE}, {others}")
+            if base and method.startswith("plain_") and method != PLAIN_REINFORCE:
+                of_rules.append(row([label, *compared(results, base)]))
+        if of_rules:
+            lines += ["", f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", ""]
+            lines += [*table(["method", *DIFFERENCES]), *of_rules]
+        return "\n".join([*lines, *self.missing(groups)])
+
     def at_best(self, title: str, rates: str, seeds: str) -> str:
         """Each method at its rate, chosen from the group of rates, beside GRPO at its own: those with a whole grid."""
         methods = unique(entry.method for entry in self.matrix.entries if entry.group == rates)
@@ -533,10 +561,6 @@ class Report:
             else:
                 treated[run.method, said(variant(result)), steps].append(result)
 
-        def compared(first: list[Result], second: list[Result]) -> list[str]:
-            cells = [difference_of_tests(first, second), difference(first, second, held_back, "{:+.1f}")]
-            return [*cells, difference(first, second, kl, "{:+.1f}")]
-
         aged = [
             row([method, f"{steps} against {min(by_steps)}", *compared(by_steps[steps], by_steps[min(by_steps)])])
             for method, by_steps in by_age.items()
@@ -544,16 +568,15 @@ class Report:
         ]
         if not aged:
             return "\n".join(lines)
-        differences = ["test accuracy, in points", "held back, in points", "KL"]
         lines += ["", "Each method against itself on fresher data, by seed:", ""]
-        lines += [*table(["method", "steps per generation", *differences]), *aged]
+        lines += [*table(["method", "steps per generation", *DIFFERENCES]), *aged]
         if treated:
             lines += [
                 "",
                 "P3O, clipping and lambda, against the method without them on data of the same age, by seed:",
                 "",
             ]
-            lines += table(["method", *differences])
+            lines += table(["method", *DIFFERENCES])
             for (method, name, steps), results in treated.items():
                 lines.append(row([name, *compared(results, by_age[method][steps])]))
         head = ["method, rate", "n", "effective share of the tokens", "lowest of a step", "weight of a sequence"]
@@ -741,6 +764,21 @@ def correlation(layer: Result, name: str, where: str, unit: bool) -> float | Non
 LENGTHS = ["nats per token of a step", "steps shortened", "learning rate at the end"]
 
 
+def courses(rows: Rows) -> list[str]:
+    """Accuracy at each validation and at the end, divergence, and what the steps were like."""
+    steps = sorted({v["step"] for results in rows.values() for r in results for v in r["validations"]})
+    head = ["method, target or rate", "n", *(f"held back at {step}" for step in steps)]
+    lines = table([*head, "test accuracy", "KL from the start", *LENGTHS])
+    for label, results in rows.items():
+        cells = [label, str(len(results))]
+        for step in steps:
+            at = [100 * v["accuracy"] for r in results for v in r["validations"] if v["step"] == step]
+            cells.append(spread(at, "{:.1f} %"))
+        cells += [spread([100 * accuracy(r) for r in results], "{:.1f} %"), spread(known(map(kl, results)), "{:.1f}")]
+        lines.append(row([*cells, *step_cells(results)]))
+    return lines
+
+
 def step_cells(results: list[Result]) -> list[str]:
     """
     Of runs whose steps were measured: their divergence, mean over the steps of the second half; the share of steps
@@ -837,7 +875,23 @@ def labelled(result: Result, name: str) -> str:
     return f"{name}, {short_rate(result['settings']['learning_rate'])}"
 
 
+def with_target(result: Result) -> str:
+    """A run's variant in words, with its target; with its learning rate if it has none."""
+    target = result["settings"].get("target_kl")
+    if target is None:
+        return labelled(result, said(variant(result)))
+    return f"{said(re.sub(r'-target[^-]+', '', variant(result)))}, target {short_rate(target)}"
+
+
 # Differences
+
+DIFFERENCES = ["test accuracy, in points", "held back, in points", "KL"]
+
+
+def compared(first: list[Result], second: list[Result]) -> list[str]:
+    """By seed, with intervals: the `DIFFERENCES`."""
+    cells = [difference_of_tests(first, second), difference(first, second, held_back, "{:+.1f}")]
+    return [*cells, difference(first, second, kl, "{:+.1f}")]
 
 
 def paired(first: list[Result], second: list[Result], same: str | None = None) -> list[list[tuple[Result, Result]]]:

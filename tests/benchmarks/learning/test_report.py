@@ -20,6 +20,7 @@ TARGET = CONTENT["methods"]["fisher_kl"]["target_kl"]
 (OTHERS,) = (group["over"]["target_kl"] for group in CONTENT["groups"] if group["group"] == "targets")
 PROBLEMS = 200
 METHODS = ("grpo", "fisher", "interacting")
+RULES = ("reinforce", "interacting", "fisher")  # of plain steps
 
 
 @pytest.fixture(scope="module")
@@ -505,6 +506,54 @@ def test_targets_of_one_start_stand_side_by_side(page_of):
     assert list(rows) == list(map(short, sorted([TARGET, OTHERS[0]])))
     cells = rows[short(OTHERS[0])]
     assert numbers(cells["test accuracy"] + cells["held back"]) == rounded(points(other), held_back(other))
+
+
+def plain(method, seed, draw, **changed):
+    """A run of plain steps."""
+    from matrix import run_name
+
+    rate = changed.pop("learning_rate", 0.1)
+    result = made_up("fisher", 2e-6, seed, draw)
+    result["name"] = run_name(method, {"learning_rate": rate, "seed": seed, **changed})
+    result["settings"] |= {"method": method, "optimizer": "sgd", "learning_rate": rate}
+    if method.startswith("plain_"):
+        result["settings"] |= {"target_kl": TARGET} | changed
+        result["steps"] |= {"step/kl": [draw.random() for _ in range(50)], "step/kept": [1.0] * 49 + [0.5]}
+        result["steps"]["learning_rate"] = [draw.random() for _ in range(50)]  # that of the step, without another
+    return result
+
+
+def test_plain_steps_stand_beside_adamw_s_grpo_and_beside_plain_reinforce(page_of, many):
+    draw = random.Random(13)
+    runs = {f"plain_{method}": [plain(f"plain_{method}", s, draw) for s in (0, 1, 2)] for method in RULES}
+    section = section_of(page_of(*many, *itertools.chain(*runs.values())), "Plain steps")
+    courses, beside, of_rules = map(rows_of_table, re.split(r"^(?=\| method)", section, flags=re.M)[1:])
+    labels = {method: f"{method}, target {short(TARGET)}" for method in runs}
+    assert list(courses) == list(beside) == ["grpo, 2e-6", *labels.values()]
+    assert list(of_rules) == list(labels.values())[1:] and "`plain_reinforce-lr1e-1-seed3`" in section
+    of_grpo = [run for run in many if re.fullmatch(r"grpo-lr2e-6-seed\d", run["name"])]
+    for label, own in zip(courses, (of_grpo, *runs.values()), strict=True):
+        cells = courses[label]
+        assert cells["n"] == "3" and numbers(cells["test accuracy"]) == spread([points(r) for r in own])
+        assert numbers(cells["KL from the start"]) == spread([last_kl(r) for r in own])
+        for place, step in enumerate((25, 50)):
+            at = [100 * run["validations"][place]["accuracy"] for run in own]
+            assert numbers(cells[f"held back at {step}"]) == spread(at)
+        if own is of_grpo:
+            assert list(cells.values())[-3:] == ["", "", ""]
+            continue
+        lengths = [np.mean(run["steps"]["step/kl"][25:]) for run in own]
+        assert numbers(cells["nats per token of a step"]) == spread(lengths, 0.01)
+        assert numbers(cells["steps shortened"]) == [2, 2, 2]
+        rates = [float(rate) for rate in re.findall(r"[\d.]+e-?\d+", cells["learning rate at the end"])]
+        ends = [np.mean(run["steps"]["learning_rate"][-10:]) for run in own]
+        assert rates == pytest.approx([np.median(ends), min(ends), max(ends)], rel=0.06)
+        value, low, high, count = numbers(beside[label]["KL, difference from `grpo`"])
+        assert [value] == rounded(last_kl(*own) - last_kl(*of_grpo)) and low <= value <= high and count == 3
+    for label, own in zip(of_rules, list(runs.values())[1:], strict=True):
+        value, low, high, count = numbers(of_rules[label]["held back, in points"])
+        assert [value] == rounded(held_back(*own) - held_back(*runs["plain_reinforce"]))
+        assert low <= value <= high and count == 3
 
 
 # The Fisher norm
