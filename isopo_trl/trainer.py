@@ -39,6 +39,8 @@ from .loss.sampler import (
 )
 from .loss.terms import Derivative, LossTerms, Terms
 from .loss.zero_advantages import Skipping, equal_rewards
+from .narrow_weights import choice
+from .narrow_weights.lost_steps import LostSteps
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
 from .step_size import optimizers
@@ -183,6 +185,8 @@ class ISOPOTrainer(GRPOTrainer):
         self.step_control = self._step_control() if args.measures_steps else None
         if self.step_control is not None:
             self.add_callback(self.step_control)
+        if args.bf16_updates is None and not self.is_deepspeed_enabled:
+            self.add_callback(LostSteps(self.accelerator))
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
@@ -196,6 +200,9 @@ class ISOPOTrainer(GRPOTrainer):
                 "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
         peft_reference.refuse_lost_part(self.model, args.beta)
+        if args.bf16_updates is not None:
+            given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
+            choice.refuse(args.bf16_updates, self.model, given, self.accelerator)
         if not self.reward_weights.any() and not args.kl_in_reward:
             raise ValueError(
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
@@ -278,6 +285,10 @@ class ISOPOTrainer(GRPOTrainer):
         return any(name in vars(kind) for kind in others for name in names)
 
     # One optimizer step
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return choice.chosen(args, *GRPOTrainer.get_optimizer_cls_and_kwargs(args, model))
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._forget_step()

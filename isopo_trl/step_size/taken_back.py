@@ -22,12 +22,14 @@ _BLOCK = 2**22
 
 def way_back_of(optimizer: Any, offload: bool = False) -> "WeightCopy | AdamWSteps":
     """
-    What takes the steps of an optimizer back.
+    What takes the steps of an optimizer back; it may have its own, as those of `narrow_weights` do.
 
     Args:
         optimizer (`torch.optim.Optimizer`): the optimizer.
         offload (`bool`): whether to keep a copy in the memory of the host.
     """
+    if hasattr(optimizer, "way_back"):
+        return optimizer.way_back(offload)
     parameters = list(trained(optimizer))
     size = sum(local(p).numel() * p.element_size() for p in parameters)
     if size > SMALL and not offload and can_be_undone(optimizer):
