@@ -68,8 +68,8 @@ class LostSteps(TrainerCallback):
             self._unhook()
             logger.warning(
                 f"Trained weights are in {_named(narrow)}, and rounding them to nearest has lost "
-                f"{100 * max(0.0, 1 - along / whole):.3g} % of the first step (as measured on {number:.0f} weights, at "
-                f"a learning rate of {max(float(group['lr']) for group, _ in narrow):.3g}). {_REMEDY}"
+                f"{100 * max(0.0, 1 - along / whole):.3g} % of the first step (measured on {number:.0f} weights, at a "
+                f"learning rate of {max(float(group['lr']) for group, _ in narrow):.3g}). {_REMEDY}"
             )
 
         self._hooks = [optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(measure)]
@@ -84,7 +84,7 @@ def _named(narrow: list[Any]) -> str:
     return " and ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in narrow}))
 
 
-def _sample(values: torch.Tensor, stride: int) -> torch.Tensor:
+def _sample(values: Any, stride: int) -> torch.Tensor:
     return local(values).flatten()[::stride]
 
 
