@@ -188,6 +188,9 @@ class ISOPOConfig(GRPOConfig):
               nearest bf16.
 
             If `None`, PyTorch rounds to nearest, and a warning says what share of the first step was lost.
+        float32_gradients (`bool`, *optional*, defaults to `False`):
+            Whether gradients of weights in bf16 are added up in float32 over microbatches, which takes 2 more bytes
+            per weight. With `bf16_updates`, in one process.
 
     > [!NOTE]
     > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -331,6 +334,10 @@ class ISOPOConfig(GRPOConfig):
             "help": "How trained weights in bf16 keep steps smaller than they can hold: 'stochastic' (rounded at "
             "random) or 'exact' (with a remainder of 16 bits). If `None`, they are rounded to nearest."
         },
+    )
+    float32_gradients: bool = field(
+        default=False,
+        metadata={"help": "Whether gradients of weights in bf16 are added up in float32. With `bf16_updates`."},
     )
 
     def __post_init__(self):

@@ -200,9 +200,8 @@ class ISOPOTrainer(GRPOTrainer):
                 "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
         peft_reference.refuse_lost_part(self.model, args.beta)
-        if args.bf16_updates is not None:
-            given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
-            choice.refuse(args.bf16_updates, self.model, given, self.accelerator)
+        given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
+        choice.refuse(args, self.model, given, self.accelerator)
         if not self.reward_weights.any() and not args.kl_in_reward:
             raise ValueError(
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
@@ -321,7 +320,7 @@ class ISOPOTrainer(GRPOTrainer):
             # As they would be if the passes had been made: the optimizer steps, by its momentum
             for p in model.parameters():
                 if p.requires_grad and p.grad is None:
-                    p.grad = torch.zeros_like(p)
+                    p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         return loss
 
     @cached_property

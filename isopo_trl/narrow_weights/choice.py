@@ -21,7 +21,8 @@ def refusals(args: Any) -> list[tuple[bool, str]]:
     """Settings that contradict `bf16_updates`, in pairs: whether they do, and what to say."""
     updates, optim = args.bf16_updates, str(getattr(args.optim, "value", args.optim))
     if updates is None:
-        return []
+        alone = "float32_gradients=True is about weights in bf16, with bf16_updates: set that, or leave it out."
+        return [(args.float32_gradients, alone)]
     return [
         (
             updates not in UPDATES,
@@ -36,8 +37,11 @@ def refusals(args: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def refuse(updates: str, model: torch.nn.Module, optimizer: Any, accelerator: Any) -> None:
-    """Raise where the model, an optimizer that was given, or the engine of accelerate has no use for `updates`."""
+def refuse(args: Any, model: torch.nn.Module, optimizer: Any, accelerator: Any) -> None:
+    """Raise where the model, an optimizer that was given, or the engine of accelerate has no use for the settings."""
+    updates = args.bf16_updates
+    if updates is None:
+        return
     if optimizer is not None:
         raise ValueError(
             f"bf16_updates={updates!r} makes an optimizer of its own, but one was given ({type(optimizer).__name__}): "
@@ -53,6 +57,11 @@ def refuse(updates: str, model: torch.nn.Module, optimizer: Any, accelerator: An
         raise ValueError(
             f"bf16_updates={updates!r} does not work under DeepSpeed, whose optimizers keep float32 weights of their "
             "own and copy them to the model: leave it out, or use DDP or FSDP2."
+        )
+    if args.float32_gradients and accelerator.num_processes > 1:
+        raise ValueError(
+            "float32_gradients=True works in one process alone: between processes gradients travel in the type of "
+            "their weights. Leave it out, or use fewer and larger microbatches, within which sums are in float32."
         )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
@@ -73,5 +82,5 @@ def chosen(args: Any, kind: Any, settings: dict[str, Any]) -> tuple[Any, dict[st
     if args.bf16_updates is None:
         return kind, settings
     settings = {name: value for name, value in settings.items() if name not in ("fused", "foreach")}
-    optim = str(getattr(args.optim, "value", args.optim))
-    return KINDS[optim], {**settings, "updates": args.bf16_updates, "seed": args.seed}
+    optim, wide = str(getattr(args.optim, "value", args.optim)), {"float32_gradients": args.float32_gradients}
+    return KINDS[optim], {**settings, "updates": args.bf16_updates, "seed": args.seed, **wide}

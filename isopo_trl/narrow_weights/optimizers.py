@@ -25,12 +25,15 @@ class Narrow(torch.optim.Optimizer):
         parameters: parameters or groups of them.
         updates (`str`): `"stochastic"` or `"exact"`.
         seed (`int`): of the random numbers.
+        float32_gradients (`bool`): whether gradients of weights in bf16 are added up in float32.
         settings: those of PyTorch's optimizer.
     """
 
     formula: type[SGD] | type[AdamW]
 
-    def __init__(self, parameters: Any, *, updates: str, seed: int = 0, **settings: Any):
+    def __init__(
+        self, parameters: Any, *, updates: str, seed: int = 0, float32_gradients: bool = False, **settings: Any
+    ):
         super().__init__(parameters, **settings)
         self.updates, self.seed = updates, seed
         refused = [name for name in ("amsgrad", "capturable", "differentiable") if self.defaults.get(name)]
@@ -48,6 +51,9 @@ class Narrow(torch.optim.Optimizer):
         if updates == "stochastic":
             for p in parameters:
                 first_element(p)  # refuses what has none
+        for p in parameters if float32_gradients else ():
+            if p.dtype == torch.bfloat16:
+                p.grad_dtype = torch.float32
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
+from transformers import TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from isopo_trl import ISOPOConfig
@@ -14,9 +15,12 @@ from isopo_trl.step_size.controller import OVERSHOOT
 from tests import tiny, training
 
 
-def build(folder, dtype=torch.bfloat16, options=None, **settings):
+PLAIN = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
+
+
+def build(folder, dtype=torch.bfloat16, **settings):
     settings = {"learning_rate": 1e-5, "weight_decay": 0.1, "bf16_updates": "exact", "optim": "sgd", **settings}
-    return training.build(folder, tiny.model("qwen3", dtype=dtype), options=options, **settings)
+    return training.build(folder, tiny.model("qwen3", dtype=dtype), **settings)
 
 
 def unwrapped(trainer):
@@ -71,11 +75,43 @@ def test_without_it_a_warning_says_once_what_share_of_the_first_step_was_lost(tm
     assert "of the first step" in said and not isinstance(unwrapped(plain), Narrow)
 
 
+class Gradients(TrainerCallback):
+    """Keeps the gradients right before each step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append([p.grad for p in model.parameters()])
+
+
+def test_gradients_add_up_in_float32_where_that_is_asked_for(tmp_path):
+    """Of steps with an advantage, and of one without, which is left out."""
+    for wide in (False, True):
+        rewards = iter([0.0] * 6 + [float(number) for number in range(6)] * 3)
+        seen = Gradients()
+        trainer = build(
+            tmp_path,
+            reward=lambda completions, rewards=rewards, **_: [next(rewards) for _ in completions],
+            options={"callbacks": [seen]},
+            **{"gradient_accumulation_steps": 2, "max_steps": 3, "float32_gradients": wide, "bf16": True},
+        )
+        trainer.train()
+        nothing, *others = seen.steps
+        assert all(not gradient.any() for gradient in nothing)
+        for gradients in seen.steps:
+            assert all(gradient.dtype == (torch.float32 if wide else torch.bfloat16) for gradient in gradients)
+        for gradients in others:
+            narrow = [gradient.bfloat16().to(gradient.dtype) for gradient in gradients]
+            assert wide != all(map(torch.equal, gradients, narrow))
+
+
 @pytest.mark.parametrize(
     "settings, said",
     [
         ({"bf16_updates": "nearest"}, "give 'stochastic', 'exact' or None"),
         ({"bf16_updates": True}, "bf16_updates=True is of type bool"),
+        ({"bf16_updates": None, "float32_gradients": True}, "float32_gradients=True is about weights in bf16"),
         *(({"optim": name.value}, f"optim='{name.value}'") for name in OptimizerNames if name.value not in KINDS),
     ],
     ids=str,
@@ -92,11 +128,15 @@ def test_models_and_optimizers_that_have_no_use_for_it_are_refused_at_constructi
     options = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
     with pytest.raises(ValueError, match=r"but one was given \(SGD\)"):
         training.build(tmp_path, model, options=options, bf16_updates="exact", optim="sgd")
+    args = SimpleNamespace(bf16_updates="exact", float32_gradients=False)
     for said, state in (
         ("under DeepSpeed, whose optimizers keep float32", {"deepspeed_plugin": object()}),
         ("under FSDP1, which flattens weights", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}),
         ("no use under FSDP2 with mixed", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}),
     ):
-        state = SimpleNamespace(**{"deepspeed_plugin": None, "fsdp_plugin": None, **state})
+        state = SimpleNamespace(**{**vars(PLAIN), **state})
         with pytest.raises(ValueError, match=said):
-            refuse("exact", model, None, SimpleNamespace(state=state, mixed_precision="bf16"))
+            refuse(args, model, None, SimpleNamespace(state=state, mixed_precision="bf16", num_processes=1))
+    args.float32_gradients = True
+    with pytest.raises(ValueError, match="float32_gradients=True works in one process"):
+        refuse(args, model, None, SimpleNamespace(state=PLAIN, mixed_precision="bf16", num_processes=2))
