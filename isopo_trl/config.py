@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 from .fisher_rows.scope import valid_samples, valid_scope
 from .isopo import valid_decay
+from .narrow_weights import choice
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings.ranges import verify_ranges
@@ -178,6 +179,20 @@ class ISOPOConfig(GRPOConfig):
             Whether to keep a copy of the trained weights for `target_kl` in the memory of the host. Without it, there
             is one on the device, unless they are large and the optimizer is AdamW, whose steps can be undone. SGD's
             steps are tried before they are made, and need none.
+        bf16_updates (`str`, *optional*):
+            How trained weights in bf16 keep a step, which is mostly smaller than what they can hold. Steps are made
+            in float32, by `optim` (`"sgd"`, `"adamw_torch"`, `"adamw_torch_fused"`), whose moments are in float32.
+            Possible values are:
+
+            - `"stochastic"`: rounded up or down at random, so that the mean is right: no memory, some noise. The
+              random numbers are a function of `seed`, the step and the weight.
+            - `"exact"`: beside each weight, a remainder of 16 bits makes it float32. The model computes with the
+              nearest bf16.
+
+            If `None`, PyTorch rounds to nearest, and a warning says what share of the first step was lost.
+        float32_gradients (`bool`, *optional*, defaults to `False`):
+            Whether gradients of weights in bf16 are added up in float32 over microbatches, which takes 2 more bytes
+            per weight. With `bf16_updates`, in one process.
 
     > [!NOTE]
     > `loss_type` chooses how log-probabilities are normalised, one of `"grpo"`, `"bnpo"`, `"dr_grpo"`, `"dapo"`,
@@ -316,6 +331,17 @@ class ISOPOConfig(GRPOConfig):
         default=False,
         metadata={"help": "Whether to keep a copy of the trained weights for `target_kl` in the host's memory."},
     )
+    bf16_updates: str | None = field(
+        default=None,
+        metadata={
+            "help": "How trained weights in bf16 keep steps smaller than they can hold: 'stochastic' (rounded at "
+            "random) or 'exact' (with a remainder of 16 bits). If `None`, they are rounded to nearest."
+        },
+    )
+    float32_gradients: bool = field(
+        default=False,
+        metadata={"help": "Whether gradients of weights in bf16 are added up in float32. With `bf16_updates`."},
+    )
 
     def __post_init__(self):
         self._check_types()
@@ -333,7 +359,8 @@ class ISOPOConfig(GRPOConfig):
         rule = self._rule()
         valid_decay(self.regularization_decay)
         valid_scope(self.fisher_scope, valid_samples(self.fisher_samples), rule)
-        for unsupported, message in (*refusals(self), *ratio_loss.refusals(self), *self._refusals()):
+        refused = (*refusals(self), *ratio_loss.refusals(self), *choice.refusals(self), *self._refusals())
+        for unsupported, message in refused:
             if unsupported:
                 raise ValueError(message)
 

@@ -40,6 +40,8 @@ from .loss.sampler import (
 )
 from .loss.terms import Derivative, LossTerms, Terms
 from .loss.zero_advantages import Skipping, equal_rewards
+from .narrow_weights import choice
+from .narrow_weights.lost_steps import LostSteps
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
 from .rewards.missing import MissingRewards
@@ -193,6 +195,8 @@ class ISOPOTrainer(GRPOTrainer):
         self.step_control = self._step_control() if args.measures_steps else None
         if self.step_control is not None:
             self.add_callback(self.step_control)
+        if args.bf16_updates is None and not self.is_deepspeed_enabled:
+            self.add_callback(LostSteps(self.accelerator))
 
     __init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
@@ -206,6 +210,8 @@ class ISOPOTrainer(GRPOTrainer):
                 "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
         peft_reference.refuse_lost_part(self.model, args.beta)
+        given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
+        choice.refuse(args, self.model, given, self.accelerator)
         if not self.reward_weights.any() and not args.kl_in_reward:
             raise ValueError(
                 f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
@@ -311,6 +317,10 @@ class ISOPOTrainer(GRPOTrainer):
 
     # One optimizer step
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        return choice.chosen(args, *GRPOTrainer.get_optimizer_cls_and_kwargs(args, model))
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         self._forget_step()
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
@@ -342,7 +352,7 @@ class ISOPOTrainer(GRPOTrainer):
             # As they would be if the passes had been made: the optimizer steps, by its momentum
             for p in model.parameters():
                 if p.requires_grad and p.grad is None:
-                    p.grad = torch.zeros_like(p)
+                    p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         return loss
 
     @cached_property

@@ -26,12 +26,14 @@ _BLOCK = 2**22
 
 def way_back_of(optimizer: Any, offload: bool = False) -> "WeightCopy | AdamWSteps | SGDSteps":
     """
-    What tries the steps of an optimizer, or takes them back.
+    What tries the steps of an optimizer, or takes them back; it may have its own, as those of `narrow_weights` do.
 
     Args:
         optimizer (`torch.optim.Optimizer`): the optimizer.
         offload (`bool`): whether to keep a copy in the memory of the host.
     """
+    if hasattr(optimizer, "way_back"):
+        return optimizer.way_back(offload)
     if can_be_tried(optimizer):
         return SGDSteps(optimizer)
     parameters = list(trained(optimizer))

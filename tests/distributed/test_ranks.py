@@ -20,6 +20,7 @@ RUNS += ["resumed-fisher-full", "grouped-interacting-full"]
 RUNS += ["skipped-none-full", "skippedfsdp-euclidean-full", "skipped-fisher-full"]
 RUNS += ["overflow-fisher-full", "overflowfsdp-fisher-full"]
 RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "undone-fisher-full"]
+RUNS += ["narrow-fisher-bf16", "narrowfsdp-fisher-bf16", "shards-none-bf16"]
 RUNS += ["step-fig4-full", "steptrainer-fisher-full"]
 SLOW = [
     "trainer-fisher-dora",
@@ -226,6 +227,23 @@ def test_gradients_per_sequence_are_refused_under_zero_3(name, results):
 
 def test_ranks_that_resume_inside_a_generation_end_with_the_weights_of_an_unbroken_run(results):
     assert_unbroken(ranks(results, "resumed-fisher-full"))
+
+
+@pytest.mark.parametrize("name", ["narrow-fisher-bf16", "narrowfsdp-fisher-bf16"])
+def test_weights_in_bf16_resume_to_the_last_bit_and_are_rounded_alike_on_all_ranks(name, results):
+    two = ranks(results, name)
+    assert two[0]["logs"][0]["step/kept"] < 1
+    assert_unbroken(two)
+    assert all(weight.dtype == torch.bfloat16 for weight in two[0]["weights"].values())
+
+
+def test_shards_are_rounded_as_the_whole_is_and_keep_their_remainders(results):
+    for rank, result in enumerate(ranks(results, "shards-none-bf16")):
+        assert len(result) == 4
+        for kind, (whole, sharded) in result.items():
+            assert len(whole) == len(sharded) == (6 if "exact" in kind else 3)
+            for name, weight in whole.items():
+                assert torch.equal(sharded[name], weight), f"{kind}: {name} on rank {rank}"
 
 
 def assert_unbroken(two):

@@ -2,8 +2,8 @@
 
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
 skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, target0 to
-target3, scheduled, scheduled2, scheduled3, resumedtarget2, resumedtarget3, refused, kept, undone, and the weights
-full, lora or dora, or those of a mixture of experts, experts or expertslora
+target3, scheduled, scheduled2, scheduled3, resumedtarget2, resumedtarget3, refused, kept, undone, narrow, narrowfsdp,
+shards, and the weights full, lora, dora or bf16, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
@@ -15,7 +15,9 @@ leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` a
 under DeepSpeed; `scheduled` is the same with a schedule, and `scheduled2` and `scheduled3` with an optimizer of
 DeepSpeed's, which makes the schedule's step as well; `resumedtarget2` and `resumedtarget3` are resumed under it;
 `refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
-AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments. In
+AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments.
+`narrow` is `resumed` with weights in bf16, a target and `bf16_updates`, `narrowfsdp` the same under FSDP2; `shards`
+are single steps with given gradients there. In
 `steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is
 a loop in float64, for the oracle.
 In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
@@ -23,16 +25,24 @@ In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient t
 
 import sys
 from functools import partial
+from itertools import product
 
 import torch
 from peft import LoraConfig, get_peft_model
 from pytest import MonkeyPatch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.geometry.reservoir import content_keys
+from isopo_trl.narrow_weights.optimizers import NarrowAdamW, NarrowSGD
 from isopo_trl.step_size import taken_back
 from tests import oracle, tiny
 from tests.distributed.process_group import RANK, WORLD, Sharded, full_weights, save_runs
@@ -40,6 +50,8 @@ from tests.fisher_rows import test_step_scope as step_scope
 
 
 STEPS = 3
+WHOLE = StateDictOptions(full_state_dict=True)  # as FSDP2's checkpoint in one file
+NARROW = {NarrowSGD: {"momentum": 0.5}, NarrowAdamW: {"weight_decay": 0.1}}
 
 
 def microbatch(number, shortest=1):
@@ -56,7 +68,8 @@ def microbatch(number, shortest=1):
 
 
 def build(weights):
-    model = tiny.model("qwen3_moe" if "experts" in weights else "qwen3", tie=True)
+    dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+    model = tiny.model("qwen3_moe" if "experts" in weights else "qwen3", tie=True, dtype=dtype)
     if weights.endswith(("lora", "dora")):
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", use_dora=weights == "dora"))
         generator = torch.Generator().manual_seed(5)
@@ -155,6 +168,50 @@ def resumed(output, rule, weights, stage=None, **more):
     run.train(resume_from_checkpoint=f"{output}.trainer/checkpoint-1")
     lines = [line for line in whole.state.log_history if "loss" in line]
     return {"weights": full_weights(run.model), "whole": full_weights(whole.model), "logs": lines}
+
+
+def narrow(output, rule, weights, under):
+    """As `resumed`, with weights in bf16: rounded at random under DDP, and with remainders under FSDP2."""
+    settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "save_only_model": False}
+    if under == "fsdp":
+        settings |= {"kind": Sharded, "bf16_updates": "exact", "optim": "adamw_torch", "learning_rate": 0.01}
+    else:
+        settings |= {"bf16_updates": "stochastic", "learning_rate": 1.0}
+    return resumed(output, rule, weights, **settings)
+
+
+def shards():
+    """
+    Weights after steps with given gradients, on shards and on the whole; before the last step the state is saved as a
+    whole, and loaded. And the remainders, which only the first rank is given.
+    """
+    mesh = torch.distributed.init_device_mesh("cpu", (WORLD,))
+    result = {}
+    for updates, (kind, settings) in product(("stochastic", "exact"), NARROW.items()):
+        ends = result[f"{kind.__name__}, {updates}"] = []
+        for sharded in (False, True):
+            generator = torch.Generator().manual_seed(0)
+            shapes = {"rows": (5, 6), "row": (1, 3), "bias": (7,)}  # no two ranks have equal parts of them
+            module = torch.nn.ParameterDict(
+                {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+            )
+            if sharded:
+                fully_shard(module, mesh=mesh)
+            optimizer = kind(module.parameters(), updates=updates, lr=1e-3, **settings)
+            for step in range(3):
+                if step == 2:
+                    state = get_optimizer_state_dict(module, optimizer, options=WHOLE)
+                    optimizer = kind(module.parameters(), updates=updates, lr=1e-3, **settings)
+                    module.zero_grad()
+                    set_optimizer_state_dict(module, optimizer, state, options=WHOLE)
+                for p in module.parameters():
+                    gradient = torch.randn(p.shape, generator=generator).bfloat16()
+                    p.grad = distribute_tensor(gradient, mesh, [Shard(0)]) if sharded else gradient
+                optimizer.step()
+            state = get_optimizer_state_dict(module, optimizer, options=WHOLE)["state"]
+            kept = {name: of["remainder"].view(torch.int16) for name, of in state.items() if "remainder" in of}
+            ends.append({**full_weights(module), **{f"remainder of {name}": values for name, values in kept.items()}})
+    return result
 
 
 def grouped(output, rule, weights):
@@ -337,6 +394,10 @@ def run(output, mode, rule, weights):
     if mode.startswith("resumedtarget"):
         length = {"target_kl": 1e-3, "behaviour_kl": 1.1e-3, "step_kl_share": 1.0, "learning_rate": 1.0}
         return resumed(output, rule, weights, int(mode[-1]), **length)
+    if mode.startswith("narrow"):
+        return narrow(output, rule, weights, mode.removeprefix("narrow"))
+    if mode == "shards":
+        return shards()
     if mode == "grouped":
         return grouped(output, rule, weights)
     if mode.startswith("skipped"):

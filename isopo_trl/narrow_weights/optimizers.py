@@ -1,0 +1,147 @@
+"""SGD and AdamW for weights in bf16: a step is made in float32, in parts, and kept as `bf16_updates` says."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..step_size.taken_back import blocks, local
+from .parts import Part
+from .steps import SGD, AdamW
+from .stream import first_element, key
+from .way_back import NarrowSteps
+
+
+class Narrow(torch.optim.Optimizer):
+    """
+    What the optimizers of this file share. Parameters in bf16 are rounded at random or have a remainder; others, in
+    float32 or float64, are moved as PyTorch moves them. Moments are in float32.
+
+    The remainder has the type of its weight, as PyTorch and the transports between ranks expect of a state, but its
+    bits are those of an int16. The state's `step` counts the random numbers on.
+
+    Args:
+        parameters: parameters or groups of them.
+        updates (`str`): `"stochastic"` or `"exact"`.
+        seed (`int`): of the random numbers.
+        float32_gradients (`bool`): whether gradients of weights in bf16 are added up in float32.
+        settings: those of PyTorch's optimizer.
+    """
+
+    formula: type[SGD] | type[AdamW]
+
+    def __init__(
+        self, parameters: Any, *, updates: str, seed: int = 0, float32_gradients: bool = False, **settings: Any
+    ):
+        super().__init__(parameters, **settings)
+        self.updates, self.seed = updates, seed
+        refused = [name for name in ("amsgrad", "capturable", "differentiable") if self.defaults.get(name)]
+        if refused:
+            raise ValueError(f"bf16_updates={updates!r} does not work with {refused[0]}=True: leave that out.")
+        parameters = list(self._parameters())
+        dtypes = {p.dtype for p in parameters}
+        wrong = dtypes - {torch.bfloat16, torch.float32, torch.float64}
+        if wrong or torch.bfloat16 not in dtypes:
+            raise ValueError(
+                f"bf16_updates={updates!r} is about trained weights in bf16, but those here are in "
+                f"{', '.join(sorted(map(str, dtypes)))}: leave it out, or load the model in bf16. (Under FSDP2, "
+                "accelerate makes them float32 where bf16=True: set bf16=False to keep them in bf16.)"
+            )
+        if updates == "stochastic":
+            for p in parameters:
+                first_element(p)  # refuses what has none
+        for p in parameters if float32_gradients else ():
+            if p.dtype == torch.bfloat16:
+                p.grad_dtype = torch.float32
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for place, group, p in self.stepped():
+            is_first = self._begin(group, p)
+            for part in self.parts(place, group, p):
+                before = part.wide()
+                self.formula.learn(group, before, part.gradient, part.moments, is_first)
+                part.write(self.moved(group, float(group["lr"]), before, part))
+        return loss
+
+    def stepped(self) -> Iterator[tuple[int, dict[str, Any], torch.Tensor]]:
+        """The parameters that a step moves: each with its number in the optimizer, and its group."""
+        groups = [(group, p) for group in self.param_groups for p in group["params"]]
+        return ((place, group, p) for place, (group, p) in enumerate(groups) if p.grad is not None)
+
+    def parts(self, place: int, group: dict[str, Any], p: torch.Tensor, *others: torch.Tensor) -> Iterator[Part]:
+        """One of [`stepped`], part by part, with `others` of its shape on this rank; once its step has begun."""
+        state, start = self.state[p], first_element(p) if self.updates == "stochastic" else 0
+        number = int(state["step"])
+        names = [*self.formula.kept(group), *["remainder"] * self._has_remainder(p)]
+        tensors = [p, p.grad, *(state[name] for name in names)]
+        for weight, gradient, *values in blocks(*map(local, tensors), *others):
+            kept = dict(zip(names, values, strict=False))
+            remainder = kept.pop("remainder", None)
+            wide = gradient.to(torch.promote_types(weight.dtype, torch.float32))
+            numbers = key(self.seed, number, place)
+            yield Part(weight, remainder, wide, kept, number, values[len(names) :], numbers, start)
+            start += weight.numel()
+
+    def moved(self, group: dict[str, Any], rate: float, before: torch.Tensor, part: Part) -> torch.Tensor:
+        """The part's weights after a step of this learning rate from those `before`."""
+        return self.formula.moved(group, rate, before, part.gradient, part.moments, part.number)
+
+    def remainder(self, p: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's part of a parameter's remainder, where there is one."""
+        state = self.state.get(p, {})
+        return [local(state["remainder"])] if "remainder" in state else []
+
+    def way_back(self, offload: bool = False) -> NarrowSteps:
+        """What takes steps back, for `target_kl`; see [`NarrowSteps`]."""
+        return NarrowSteps(self, offload)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """PyTorch would give all of a state the type of the weights; what other optimizers keep is left out."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = ((group, p) for group in self.param_groups for p in group["params"])
+        for (group, p), place in zip(own, saved, strict=True):
+            of = state_dict["state"].get(place, {})
+            state = {"step": torch.as_tensor(of["step"]).float().cpu()} if "step" in of else {}
+            for name in self.formula.kept(group):
+                if isinstance(of.get(name), torch.Tensor):
+                    state[name] = of[name].to(device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
+            if self._has_remainder(p) and "remainder" in of:
+                state["remainder"] = of["remainder"].to(p.device)
+            if of:
+                self.state[p] = state
+
+    def _begin(self, group: dict[str, Any], p: torch.Tensor) -> bool:
+        """Begin a step of a parameter; returns whether its moments are new."""
+        state, names = self.state[p], self.formula.kept(group)
+        new = [name for name in names if name not in state]
+        for name in new:
+            state[name] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        if self._has_remainder(p) and "remainder" not in state:
+            state["remainder"] = torch.zeros_like(p)
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        return bool(new)
+
+    def _has_remainder(self, p: torch.Tensor) -> bool:
+        return self.updates == "exact" and p.dtype == torch.bfloat16
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
+
+
+class NarrowSGD(Narrow, torch.optim.SGD):
+    """SGD."""
+
+    formula = SGD
+
+
+class NarrowAdamW(Narrow, torch.optim.AdamW):
+    """AdamW."""
+
+    formula = AdamW

@@ -1,0 +1,57 @@
+"""Parts of a parameter, which are widened one after the other: nothing of its whole size is."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .bits import join, rounded, split
+from .stream import noise
+
+
+@dataclass(frozen=True)
+class Part:
+    """
+    A part of a parameter, and of all that belongs to it.
+
+    Attributes:
+        weight (`torch.Tensor`): a view.
+        remainder (`torch.Tensor`, *optional*): a view, in the type of the weight, with the bits of an int16.
+        gradient (`torch.Tensor`): in the type of the step, as are the moments.
+        moments (`dict[str, torch.Tensor]`): views, by name.
+        number (`int`): of the step, from 1.
+        others (`list[torch.Tensor]`): views of what else was asked for.
+        key (`int`): of the random numbers for this step of this parameter.
+        start (`int`): the first element, in the whole parameter.
+    """
+
+    weight: torch.Tensor
+    remainder: torch.Tensor | None
+    gradient: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    number: int
+    others: list[torch.Tensor]
+    key: int
+    start: int
+
+    def wide(self) -> torch.Tensor:
+        """The weights as a step sees them; a copy."""
+        return widened(self.weight, self.remainder)
+
+    def write(self, wide: torch.Tensor) -> None:
+        """Keep these weights."""
+        if self.weight.dtype != torch.bfloat16:
+            self.weight.copy_(wide)
+        elif self.remainder is not None:
+            narrow, remainder = split(wide)
+            self.weight.copy_(narrow)
+            self.remainder.view(torch.int16).copy_(remainder)
+        else:
+            numbers = noise(self.key, self.start, wide.numel(), wide.device)
+            self.weight.copy_(rounded(wide, numbers.view(wide.shape)))
+
+
+def widened(weight: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tensor:
+    """A copy of weights in float32, or what is wider."""
+    if remainder is not None:
+        return join(weight, remainder.view(torch.int16))
+    return weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)

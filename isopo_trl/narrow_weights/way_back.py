@@ -1,0 +1,87 @@
+"""The weights before a step, from which the optimizer makes it once more, as a share of it."""
+
+from typing import Any
+
+import torch
+
+from ..step_size.taken_back import SMALL, local
+from .parts import Part, widened
+
+
+class NarrowSteps:
+    """
+    The steps of a `Narrow` optimizer, made again with another share of the learning rate: in float32, and rounded
+    with the same random numbers. The weights before the step, and their remainders, are a copy; with remainders, large
+    ones are computed back from gradients and moments, to float32's rounding.
+
+    Args:
+        optimizer (`Narrow`): the optimizer.
+        offload (`bool`): whether to keep a copy in the memory of the host.
+
+    Attributes:
+        lost (`bool`): whether weights of this rank could not be computed back, by the last [`move`].
+    """
+
+    def __init__(self, optimizer: Any, offload: bool = False):
+        self._optimizer, self._offload = optimizer, offload
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        size = sum(local(p).numel() * p.element_size() for p in self._parameters)
+        self._has_copies = optimizer.updates == "stochastic" or offload or size <= SMALL
+        self._copies: dict[torch.Tensor, list[torch.Tensor]] = {}
+        self.lost = False
+        self._share = 1.0
+        self._rates: list[float] = []
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Before the step: note its learning rates, and copy the weights."""
+        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self._share = 1.0
+        if not self._has_copies:
+            return
+        for p in self._parameters:
+            values = [local(p), *self._optimizer.remainder(p)]
+            if len(self._copies.get(p, ())) != len(values):  # before its first step, a weight has no remainder
+                self._copies[p] = [self._place_for(value) for value in values]
+            torch._foreach_copy_(self._copies[p], values)
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """Put the weights where they would be with a share of the step, from 0 (as they were) to 1; 0 is for good."""
+        optimizer = self._optimizer
+        rates = {id(group): rate for group, rate in zip(optimizer.param_groups, self._rates, strict=True)}
+        is_finite = True
+        for place, group, p in optimizer.stepped():
+            rate = rates[id(group)]
+            for part in optimizer.parts(place, group, p, *self._copies.get(p, ())):
+                before = self._copied(part) if self._has_copies else self._undone(group, rate, part)
+                part.write(optimizer.moved(group, share * rate, before, part) if share else before)
+                is_finite = is_finite and (self._has_copies or share > 0 or bool(before.isfinite().all()))
+        self._share, self.lost = share, not is_finite
+
+    def settle(self) -> None:
+        """The step stays as it is."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the copy."""
+        return sum(copy.numel() * copy.element_size() for copies in self._copies.values() for copy in copies)
+
+    def _place_for(self, value: torch.Tensor) -> torch.Tensor:
+        if self._offload and value.device.type != "cpu":
+            return torch.empty_like(value, device="cpu", pin_memory=True)
+        return torch.empty_like(value)
+
+    @staticmethod
+    def _copied(part: Part) -> torch.Tensor:
+        weight, *remainder = (copy.to(part.weight.device) for copy in part.others)
+        return widened(weight, remainder[0] if remainder else None)
+
+    def _undone(self, group: dict[str, Any], rate: float, part: Part) -> torch.Tensor:
+        """The weights before the step, from those that a share of it has left."""
+        after, rate = part.wide(), self._share * rate
+        if not rate:
+            return after
+        alone = self._optimizer.moved(group, rate, torch.zeros_like(after), part)
+        decay = self._optimizer.formula.decay(group)
+        return after.double().sub_(alone).div_(1 - rate * decay).to(after.dtype)
