@@ -10,7 +10,7 @@ from ..step_size.taken_back import blocks, local
 from .parts import Part
 from .steps import SGD, AdamW
 from .stream import first_element, key
-from .way_back import NarrowSteps
+from .way_back import NarrowSteps, NarrowTrials
 
 
 class Narrow(torch.optim.Optimizer):
@@ -63,7 +63,7 @@ class Narrow(torch.optim.Optimizer):
                 loss = closure()
         for place, group, p in self.stepped():
             is_first = self._begin(group, p)
-            for part in self.parts(place, group, p):
+            for part in self.parts(place, p):
                 before = part.wide()
                 self.formula.learn(group, before, part.gradient, part.moments, is_first)
                 part.write(self.moved(group, float(group["lr"]), before, part))
@@ -74,18 +74,22 @@ class Narrow(torch.optim.Optimizer):
         groups = [(group, p) for group in self.param_groups for p in group["params"]]
         return ((place, group, p) for place, (group, p) in enumerate(groups) if p.grad is not None)
 
-    def parts(self, place: int, group: dict[str, Any], p: torch.Tensor, *others: torch.Tensor) -> Iterator[Part]:
-        """One of [`stepped`], part by part, with `others` of its shape on this rank; once its step has begun."""
-        state, start = self.state[p], first_element(p) if self.updates == "stochastic" else 0
-        number = int(state["step"])
-        names = [*self.formula.kept(group), *["remainder"] * self._has_remainder(p)]
+    def parts(self, place: int, p: torch.Tensor, *others: torch.Tensor, ahead: bool = False) -> Iterator[Part]:
+        """
+        One of [`stepped`], part by part, with `others` of its shape on this rank: of the step that was begun last, or
+        of the one `ahead`, with what the state has so far.
+        """
+        state, start = self.state.get(p, {}), first_element(p) if self.updates == "stochastic" else 0
+        number = int(state.get("step", 0)) + ahead
+        names = [name for name in state if name != "step"]
         tensors = [p, p.grad, *(state[name] for name in names)]
         for weight, gradient, *values in blocks(*map(local, tensors), *others):
             kept = dict(zip(names, values, strict=False))
             remainder = kept.pop("remainder", None)
             wide = gradient.to(torch.promote_types(weight.dtype, torch.float32))
             numbers = key(self.seed, number, place)
-            yield Part(weight, remainder, wide, kept, number, values[len(names) :], numbers, start)
+            is_exact = self.updates == "exact"
+            yield Part(weight, remainder, wide, kept, number, values[len(names) :], numbers, start, is_exact)
             start += weight.numel()
 
     def moved(self, group: dict[str, Any], rate: float, before: torch.Tensor, part: Part) -> torch.Tensor:
@@ -97,8 +101,8 @@ class Narrow(torch.optim.Optimizer):
         state = self.state.get(p, {})
         return [local(state["remainder"])] if "remainder" in state else []
 
-    def way_back(self, offload: bool = False) -> NarrowSteps:
-        """What takes steps back, for `target_kl`; see [`NarrowSteps`]."""
+    def way_back(self, offload: bool = False) -> NarrowSteps | NarrowTrials:
+        """What tries steps or takes them back, for `target_kl`."""
         return NarrowSteps(self, offload)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -139,6 +143,9 @@ class NarrowSGD(Narrow, torch.optim.SGD):
     """SGD."""
 
     formula = SGD
+
+    def way_back(self, offload: bool = False) -> NarrowTrials:
+        return NarrowTrials(self)
 
 
 class NarrowAdamW(Narrow, torch.optim.AdamW):

@@ -22,6 +22,7 @@ class Part:
         others (`list[torch.Tensor]`): views of what else was asked for.
         key (`int`): of the random numbers for this step of this parameter.
         start (`int`): the first element, in the whole parameter.
+        is_exact (`bool`): whether weights in bf16 have remainders, or will have.
     """
 
     weight: torch.Tensor
@@ -32,6 +33,7 @@ class Part:
     others: list[torch.Tensor]
     key: int
     start: int
+    is_exact: bool
 
     def wide(self) -> torch.Tensor:
         """The weights as a step sees them; a copy."""
@@ -39,15 +41,18 @@ class Part:
 
     def write(self, wide: torch.Tensor) -> None:
         """Keep these weights."""
+        self.weight.copy_(self.narrow(wide))
+        if self.remainder is not None:
+            self.remainder.view(torch.int16).copy_(split(wide)[1])
+
+    def narrow(self, wide: torch.Tensor) -> torch.Tensor:
+        """What the model will have of these weights."""
         if self.weight.dtype != torch.bfloat16:
-            self.weight.copy_(wide)
-        elif self.remainder is not None:
-            narrow, remainder = split(wide)
-            self.weight.copy_(narrow)
-            self.remainder.view(torch.int16).copy_(remainder)
-        else:
-            numbers = noise(self.key, self.start, wide.numel(), wide.device)
-            self.weight.copy_(rounded(wide, numbers.view(wide.shape)))
+            return wide
+        if self.is_exact:
+            return split(wide)[0]
+        numbers = noise(self.key, self.start, wide.numel(), wide.device)
+        return rounded(wide, numbers.view(wide.shape))
 
 
 def widened(weight: torch.Tensor, remainder: torch.Tensor | None) -> torch.Tensor:

@@ -1,10 +1,14 @@
-"""The weights before a step, from which the optimizer makes it once more, as a share of it."""
+"""
+The weights before a step, from which the optimizer makes it once more, as a share of it; and steps of SGD, which are
+tried before they are made.
+"""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ..step_size.taken_back import SMALL, local
+from ..step_size.taken_back import SMALL, SGDSteps, local, square
 from .parts import Part, widened
 
 
@@ -53,7 +57,7 @@ class NarrowSteps:
         is_finite = True
         for place, group, p in optimizer.stepped():
             rate = rates[id(group)]
-            for part in optimizer.parts(place, group, p, *self._copies.get(p, ())):
+            for part in optimizer.parts(place, p, *self._copies.get(p, ())):
                 before = self._copied(part) if self._has_copies else self._undone(group, rate, part)
                 part.write(optimizer.moved(group, share * rate, before, part) if share else before)
                 is_finite = is_finite and (self._has_copies or share > 0 or bool(before.isfinite().all()))
@@ -85,3 +89,56 @@ class NarrowSteps:
         alone = self._optimizer.moved(group, rate, torch.zeros_like(after), part)
         decay = self._optimizer.formula.decay(group)
         return after.double().sub_(alone).div_(1 - rate * decay).to(after.dtype)
+
+
+class NarrowTrials(SGDSteps):
+    """
+    The steps of `NarrowSGD`, tried as [`SGDSteps`] are: the model gets the weights that the step will leave, rounded
+    with the same random numbers, and those that it had come back. Remainders are left alone. Few weights in bf16
+    change in a step, and only these are noted; of weights in float32 all do.
+
+    Args:
+        optimizer (`NarrowSGD`): the optimizer.
+    """
+
+    def __init__(self, optimizer: Any):
+        super().__init__(optimizer)
+        self._changed: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        for weights, places, before in self._changed:
+            weights[places] = before
+        self._changed = []
+        self._share = share
+        for rate, group, part, moments in self._parts() if share else ():
+            moved = self._formula.moved(group, rate * share, part.wide(), part.gradient, moments, part.number)
+            after = part.narrow(moved)
+            places = tuple(place.int() for place in (after != part.weight).nonzero(as_tuple=True))
+            self._changed.append((part.weight, places, part.weight[places]))
+            part.weight.copy_(after)
+
+    @torch.no_grad()
+    def squares(self) -> torch.Tensor:
+        sums = [torch.zeros(2, dtype=torch.float64)]
+        for rate, group, part, moments in self._parts():
+            before = part.wide()
+            step = self._formula.moved(group, rate, torch.zeros_like(before), part.gradient, moments, part.number)
+            sums.append(torch.stack([square(step), square(before)]).cpu())
+        return torch.stack(sums).sum(0)
+
+    @property
+    def _formula(self) -> Any:
+        return self._optimizer.formula
+
+    def _parts(self) -> Iterator[tuple[float, dict[str, Any], Part, dict[str, torch.Tensor]]]:
+        """The rate, the group and the parts of all that a step moves, and moments that have seen its gradient."""
+        rates = {id(group): rate for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)}
+        for place, group, p in self._optimizer.stepped():
+            for part in self._optimizer.parts(place, p, ahead=True):
+                names = self._formula.kept(group)
+                moments = {name: part.moments[name].clone() for name in names if name in part.moments}
+                is_first = len(moments) < len(names)
+                moments |= {name: torch.empty_like(part.gradient) for name in names if name not in moments}
+                self._formula.learn(group, part.wide(), part.gradient, moments, is_first)
+                yield rates[id(group)], group, part, moments

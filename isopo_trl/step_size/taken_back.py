@@ -195,7 +195,7 @@ class SGDSteps:
     bytes = 0
     lost = False
 
-    def __init__(self, optimizer: torch.optim.SGD):
+    def __init__(self, optimizer: Any):
         self._optimizer = optimizer
         self._rates: list[float] = []
         self._share = 0.0  # of the step that the weights have
@@ -233,11 +233,10 @@ class SGDSteps:
     @torch.no_grad()
     def squares(self) -> torch.Tensor:
         """Squares of the length of the step, and of the weights that it moves, `[2]`, of this rank."""
-        sums = [
-            torch.stack([rate**2 * _square(direction), _square(weights)])
-            for weights, direction, rate in self._blocks()
-        ]
-        return torch.stack([each.cpu() for each in sums] or [torch.zeros(2, dtype=torch.float64)]).sum(0)
+        sums = [torch.zeros(2, dtype=torch.float64)]
+        for weights, direction, rate in self._blocks():
+            sums.append(torch.stack([rate**2 * square(direction), square(weights)]).cpu())
+        return torch.stack(sums).sum(0)
 
     def _blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         """Parts of the weights, the direction in which SGD would move them, and the rate."""
@@ -255,7 +254,8 @@ class SGDSteps:
                     yield weights, gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer, rate
 
 
-def _square(values: torch.Tensor) -> torch.Tensor:
+def square(values: torch.Tensor) -> torch.Tensor:
+    """Of the length of a tensor, in float64."""
     return torch.linalg.vector_norm(values, dtype=torch.float64).square()
 
 

@@ -49,7 +49,8 @@ def test_a_run_under_target_kl_resumes_to_the_last_bit(settings, tmp_path, caplo
         whole = build(tmp_path, **settings)
         whole.train()
     lines = [line for line in whole.state.log_history if "loss" in line]
-    assert lines[0]["step/kept"] < 1 and all(0 < line["step/kl"] <= OVERSHOOT * target for line in lines)
+    assert settings["optim"] == "sgd" or lines[0]["step/kept"] < 1
+    assert all(0 < line["step/kl"] <= OVERSHOOT * target for line in lines)
     assert not [record for record in caplog.records if "rounding them" in record.getMessage()]
     optimizer = unwrapped(whole)
     assert isinstance(optimizer, NarrowSGD if settings["optim"] == "sgd" else NarrowAdamW)
