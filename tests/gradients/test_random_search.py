@@ -193,7 +193,7 @@ def test_every_step_is_that_of_the_definition(number):
                 (log_likelihood(model, part, WEIGHTS(batch)[rows]) * constant).backward()
             sampled = None
             if microbatch.samples is not None:
-                sampled = placed(microbatch.samples, mask, batch, rows, T)
+                sampled = placed(microbatch.samples, mask, batch, range(SEQUENCES)[rows])
             pieces.append((rows, sampled))
         isopo.step()
         expected = {}
@@ -223,14 +223,14 @@ def test_every_step_is_that_of_the_definition(number):
         check(model, expected, 1e-7)
 
 
-def placed(samples, mask, batch, rows, T):
+def placed(samples, mask, batch, numbers):
     """Rows `b * T + t` of the whole batch of what was sampled in a part of it, which has less padding."""
     own = samples.rows[~samples.absent]
-    width = mask.shape[1]
+    width, T = mask.shape[1], batch.input_ids.shape[1]
     result = []
     for row in own.tolist():
         s, column = divmod(row, width)
         place = int(mask[s, : column + 1].sum()) - 1  # among the real positions
-        columns = batch.attention_mask[rows.start + s].nonzero().squeeze(1)
-        result.append((rows.start + s) * T + int(columns[place]))
+        columns = batch.attention_mask[numbers[s]].nonzero().squeeze(1)
+        result.append(numbers[s] * T + int(columns[place]))
     return torch.tensor(result, dtype=torch.long)
