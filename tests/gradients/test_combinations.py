@@ -41,14 +41,14 @@ def with_reference(batch, model):
     return batch
 
 
-def terms_by_hand(model, batch, n, by_sequence=False, corrected=True):
+def terms_by_hand(model, batch, n, by_sequence=False, corrected=True, terms=TERMS, temperature=1.0):
     """
     Value and gradients of `beta` KL, corrected by the ratio to the policy that drew the tokens and normalised by `n`
     `[B, C]`, and of the entropy bonus.
     """
     C, scored = batch.completion_ids.shape[1], scored_tokens(batch)
     logits = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits[:, :-1][:, -C:]
-    p = logits.log_softmax(-1)
+    p = (logits / temperature).log_softmax(-1)
     logps, entropies = p.gather(-1, batch.completion_ids[..., None]).squeeze(-1), -(p.exp() * p).sum(-1)
     gap = batch.extra["ref_per_token_logps"] - logps
     kl = gap.exp() - gap - 1
@@ -58,7 +58,7 @@ def terms_by_hand(model, batch, n, by_sequence=False, corrected=True):
         if by_sequence:
             z = z.sum(1, keepdim=True) / scored.sum(1, keepdim=True).clamp(min=1)
         kl = kl * z.exp()
-    term = TERMS["beta"] * (n * kl).sum() - TERMS["entropy_coef"] * (entropies * scored).sum() / scored.sum()
+    term = terms["beta"] * (n * kl).sum() - terms["entropy_coef"] * (entropies * scored).sum() / scored.sum()
     model.zero_grad()
     term.backward()
     gradients = {p: p.grad.clone() for p in model.parameters() if p.requires_grad}
