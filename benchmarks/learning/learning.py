@@ -48,7 +48,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--smoke", action="store_true", help="everything small, with transformers' generation")
         if name == "status":
             continue
-        command.add_argument("--model", help="folder of GSM8K's model; the sums have the embedded one")
+        command.add_argument(
+            "--model",
+            action="append",
+            help="folder of a model whose runs are made; may be repeated; the sums have the embedded one",
+        )
         command.add_argument("--data", help="folder with train.jsonl and test.jsonl")
         command.add_argument("--parallel", type=int, default=5, help="runs at a time")
         command.add_argument("--stagger", type=float, default=8.0, help="seconds between two starts")
@@ -91,6 +95,18 @@ def commit(given: str | None) -> str:
         return "unknown"
 
 
+def folders_of_models(matrix: Matrix, folders: list[str], smoke: bool) -> dict[str, str]:
+    """Folder of each of the matrix's models that there is; with `smoke` the last one stands for all of them."""
+    if smoke:
+        return {name: folder for folder in folders for name in matrix.content["models"]}
+    return {matrix.model_in(folder): folder for folder in folders}
+
+
+def embedded_models(matrix: Matrix) -> set[str]:
+    """Models of the matrix that need no folder."""
+    return {task["model"] for task in matrix.content["tasks"].values() if "model" in task}
+
+
 def run(options: argparse.Namespace) -> int:
     matrix = Matrix.read(options.matrix, options.smoke)
     unknown = set(options.group or ()) - set(matrix.groups)
@@ -100,14 +116,19 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    given = {"model": options.model, "data": options.data, "results": options.results.resolve()}
+    try:
+        models = folders_of_models(matrix, options.model or [], options.smoke)
+    except (OSError, ValueError) as error:
+        print(f"learning.py: --model: {error}", file=sys.stderr)
+        return 2
+    given = {"data": options.data, "results": options.results.resolve()}
     deadline = end_time(options.deadline, options.until, time.time())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended as well
     with multi_process_service() if options.mps else contextlib.nullcontext({}) as shared:
         schedule = Schedule(
             matrix,
             options.results,
-            functools.partial(worker_command, str(Path(__file__).resolve()), given),
+            functools.partial(worker_command, str(Path(__file__).resolve()), given, models),
             deadline,
             options.parallel,
             options.stagger,
@@ -115,6 +136,7 @@ def run(options: argparse.Namespace) -> int:
             options.memory,
             options.group,
             {**worker_environment(options.parallel), **shared, "LEARNING_COMMIT": commit(options.commit)},
+            {*models, *embedded_models(matrix)},
         )
         print({name: len(names) for name, names in schedule.go().items()})
     return 0

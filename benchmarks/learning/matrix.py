@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
@@ -29,7 +30,14 @@ SHORT = {
     "step_kl_share": "share",
     "fisher_scope": "scope",
     "skip_zero_advantage": "skip",
+    "model": "model",
+    "steps": "steps",
+    "momentum": "momentum",
+    "weights": "weights",
+    "bf16_updates": "updates",
 }
+# Settings that have no place there, beside the rate and the seed, which stand at its end
+UNNAMED = ("learning_rate", "seed", "validate_at")
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,8 @@ class Matrix:
         Seconds from the start of a run's process to its end: by runs like it, else as the matrix says. Steps of fewer
         at a time take less in proportion, but not less than those of one alone.
         """
-        expected = self.content["expected"]
+        of_model = self.content.get("models", {}).get(run.settings.get("model"), {})
+        expected = self.content["expected"] | of_model.get("expected", {})
         share = expected["step"] + expected["microbatch"] * run.settings["completions"] / run.settings["microbatch"]
         start, step = expected["start"], max(expected["alone"], share * parallel)
         if like := self._like(run, finished, parallel, shared):
@@ -161,15 +170,26 @@ class Matrix:
             )
         return self.content["expected"]["end"]
 
+    def model_in(self, folder: str | Path) -> str:
+        """Name of the model whose weights a folder has, by its config.json."""
+        config = json.loads((Path(folder) / "config.json").read_text())
+        known = self.content["models"]
+        for name, model in known.items():
+            if all(config.get(key) == value for key, value in model["config"].items()):
+                return name
+        has = {key: config.get(key) for model in known.values() for key in model["config"]}
+        said = "; ".join(f"{name} ({model['config']})" for name, model in known.items())
+        raise ValueError(f"The model in {folder} has {has}, which is none of the matrix: expected is one of {said}.")
+
     def _like(self, run: Run, finished: Results, parallel: int, shared: bool) -> list[dict[str, Any]]:
         """
-        Finished runs of the same task and size of microbatches that shared the machine in the same way: as many at a
-        time, or the next larger number that there is.
+        Finished runs of the same task, model and size of microbatches that shared the machine in the same way: as many
+        at a time, or the next larger number that there is.
         """
         like = [
             result
             for result in finished.values()
-            if all(result.get("settings", {}).get(key) == run.settings[key] for key in ("task", "microbatch"))
+            if all(result.get("settings", {}).get(k) == run.settings.get(k) for k in ("task", "model", "microbatch"))
             and result["settings"]["steps"] > 0
             and result["hardware"]["parallel"] >= parallel
             and result["hardware"].get("shared_kernels", False) == shared
@@ -182,10 +202,12 @@ def run_name(method: str, given: dict[str, Any]) -> str:
     """File name of a run: method, what is not as usual, learning rate, seed."""
     parts = [method]
     for key, value in sorted(given.items()):
-        if key not in ("learning_rate", "seed"):
+        if key not in UNNAMED:
             if key not in SHORT:
                 raise ValueError(f"{key!r} has no place in a run's name: expected is one of {', '.join(SHORT)}.")
-            parts.append(f"{SHORT[key]}{value}".replace("True", "").replace("False", "no"))
+            # Parts are told apart by their hyphens
+            said = value.replace("-", "_") if isinstance(value, str) else value
+            parts.append(re.sub("False|None", "no", f"{SHORT[key]}{said}").replace("True", ""))
     if "learning_rate" in given:
         parts.append(f"lr{short_rate(given['learning_rate'])}")
     if "seed" in given:

@@ -26,7 +26,7 @@ Result = dict[str, Any]
 Rows = dict[str, list[Result]]  # runs that differ in their seed alone, by label
 
 # What a seed's data depends on beside the seed
-OF_DATA = ("task", "seed", "held_back", "completions", "generations", "steps_per_generation")
+OF_DATA = ("task", "model", "seed", "held_back", "completions", "generations", "steps_per_generation")
 # How the parts of a run's name are said in tables; the others stand there as they are
 SAID = {
     r"groupedno": "shuffled",
@@ -43,6 +43,14 @@ SAID = {
     r"optimizermuon": "Muon",
     r"share([\d.]+)": r"measured on \1 of the batch",
     r"target([\d.]+)": r"target \1",
+    r"optimizersgd": "SGD",
+    r"momentum([\d.]+)": r"momentum \1",
+    r"steps(\d+)": r"\1 steps",
+    r"modelQwen2.5_Coder_([\d.]+B)_Instruct": r"\1",
+    r"weightsbfloat16": "weights in bf16",
+    r"updatesstochastic": "rounded at random",
+    r"updatesexact": "with a remainder",
+    r"updatesno": "rounded to nearest",
 }
 GENERATION = "generation"  # as `phases.py` calls it
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
@@ -89,6 +97,8 @@ class Report:
     ):
         self.matrix, self.results, self.fisher_norms, self.clocks = matrix, results, fisher_norms, clocks or {}
         self.start = results.get("start")
+        untrained = [r for r in results.values() if not r["settings"]["steps"]]
+        self.starts_by_model = {task_and_model(result): result for result in untrained}
 
     def text(self, figures: Iterable[str]) -> str:
         figures = list(figures)
@@ -112,7 +122,12 @@ class Report:
             self.rates("Muon: learning rates", ("rates_muon",)),
             self.starts(figures),
             self.targets(),
-            self.plain("Plain steps", PLAIN_GROUPS, self.main_grpo()),
+            self.plain("Plain steps", PLAIN_GROUPS),
+            self.rates("GRPO with SGD: learning rates", ("rates_sgd",)),
+            self.plain("Plain steps: weights in bf16", ("bf16",)),
+            self.plain("Plain steps: 200 steps", ("long",), ("long_grpo",)),
+            self.plain("Plain steps: 1.5B", ("larger",), ("larger_grpo",)),
+            self.rates("1.5B: learning rates", ("rates_larger",)),
             self.variants("Sums", ("sums",), "grpo"),
             self.variants("Sums: starting learning rates", ("sums_starts",), None),
             self.fisher_norm(),
@@ -186,11 +201,11 @@ class Report:
         return lines
 
     def other_models(self) -> list[str]:
-        """Runs that began with other weights than the first one of the same task."""
-        first: dict[str, Result] = {}
+        """Runs that began with other weights than the first one of the same task and model."""
+        first: dict[tuple, Result] = {}
         lines = []
         for result in self.results.values():
-            one = first.setdefault(result["settings"]["task"], result)
+            one = first.setdefault(task_and_model(result), result)
             if result.get("model") != one.get("model"):
                 lines.append(f"{result['name']} began with another model than {one['name']}")
         return lines
@@ -474,18 +489,24 @@ class Report:
                 lines.append(row([*cells, *step_cells(runs)]))
         return lines
 
-    def main_grpo(self) -> Rows:
-        """GRPO with AdamW at its rate."""
-        return {label: runs for label, runs in self.main_rows().items() if label.startswith("grpo,")}
+    def grpo_of(self, groups: tuple[str, ...]) -> Rows:
+        """GRPO with AdamW as some groups have it, or at its rate among the methods."""
+        if not groups:
+            return {label: runs for label, runs in self.main_rows().items() if label.startswith("grpo,")}
+        rows: Rows = defaultdict(list)
+        for _, result in self.finished(groups):
+            rows[labelled(result, said(variant(result)))].append(result)
+        return dict(rows)
 
-    def plain(self, title: str, groups: tuple[str, ...], of_grpo: Rows) -> str:
+    def plain(self, title: str, groups: tuple[str, ...], beside: tuple[str, ...] = ()) -> str:
         """Runs of groups, their steps' lengths, and what they are beside GRPO and beside REINFORCE's plain steps."""
+        of_grpo, wanted = self.grpo_of(beside), groups + beside
         rows: Rows = defaultdict(list)
         for _, result in self.finished(groups):
             rows[with_target(result)].append(result)
         lines = [f"## {title}"]
         if not rows:
-            return "\n".join([*lines, *self.missing(groups)])
+            return "\n".join([*lines, *self.missing(wanted)])
         lines += ["", *courses({**of_grpo, **rows})]
         lines += ["", *self.comparison({**of_grpo, **rows}, next(iter(of_grpo), None))]
         of_rules = []
@@ -497,7 +518,7 @@ class Report:
         if of_rules:
             lines += ["", f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", ""]
             lines += [*table(["method", *DIFFERENCES]), *of_rules]
-        return "\n".join([*lines, *self.missing(groups)])
+        return "\n".join([*lines, *self.missing(wanted)])
 
     def at_best(self, title: str, rates: str, seeds: str) -> str:
         """Each method at its rate, chosen from the group of rates, beside GRPO at its own: those with a whole grid."""
@@ -654,16 +675,20 @@ class Report:
 
     def prices(self, results: list[Result]) -> list[float]:
         """Nats per point of test accuracy gained, of runs that gained any."""
-        if not self.start:
-            return []
-        gains = [(kl(r), 100 * (accuracy(r) - self.start["test"]["accuracy"])) for r in results if same_task(r)]
+        starts = [(r, self.start_of(r)) for r in results]
+        gains = [(kl(r), 100 * (accuracy(r) - accuracy(start))) for r, start in starts if start]
         return [divergence / gain for divergence, gain in gains if divergence is not None and gain > 0]
+
+    def start_of(self, result: Result) -> Result | None:
+        """The model that a run begins with, before training, if it has been measured."""
+        return self.starts_by_model.get(task_and_model(result))
 
     def path(self, result: Result) -> list[tuple[float, float]]:
         """Held-back accuracy and KL at the start and at each validation."""
-        if not self.start or not same_task(result):
+        start = self.start_of(result)
+        if not start:
             return []
-        begin = [(self.start["validations"][0]["accuracy"], 0.0)]
+        begin = [(start["validations"][0]["accuracy"], 0.0)]
         return begin + [(v["accuracy"], v["kl"]) for v in result["validations"] if v.get("kl") is not None]
 
     def common_accuracy(self, rows: Rows) -> float | None:
@@ -851,9 +876,9 @@ def grouped(result: Result) -> bool:
     return bool(result["settings"].get("grouped"))
 
 
-def same_task(result: Result) -> bool:
-    """Whether the run starts where `start` does."""
-    return result["settings"]["task"] == "gsm8k"
+def task_and_model(result: Result) -> tuple[str, str]:
+    """What the accuracy before training depends on."""
+    return result["settings"]["task"], result["settings"]["model"]
 
 
 def variant(result: Result) -> str:

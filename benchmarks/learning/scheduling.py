@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,7 @@ class Schedule:
             for each that is still growing.
         groups: names of the groups to take, all if None.
         environment: added to the workers' environment.
+        models: names of the models whose runs can be made, all if None.
     """
 
     def __init__(
@@ -125,10 +126,12 @@ class Schedule:
         memory: float = 0.0,
         groups: list[str] | None = None,
         environment: dict[str, str] | None = None,
+        models: Collection[str] | None = None,
     ):
         self.matrix, self.results, self.command = matrix, results, command
         self.deadline, self.parallel, self.stagger = deadline, parallel, stagger
         self.logs, self.memory, self.groups, self.environment = logs, memory, groups, environment or {}
+        self.models = models
         self.running: list[Worker] = []
         self.ports: set[int] = set()  # that a worker was given
         self.failures: dict[str, int] = {}
@@ -179,6 +182,7 @@ class Schedule:
             for run in self.matrix.runs(results, self.groups)
             if isinstance(run, Run)
             and run.name not in taken
+            and (self.models is None or run.settings.get("model") in self.models)
             and self.failures.get(run.name, 0) < 2
             and self._can_end(run)
         ]
@@ -357,10 +361,9 @@ def worker_environment(parallel: int) -> dict[str, str]:
     }
 
 
-def worker_command(script: str, options: dict[str, Any], run: Run, attempt: int) -> list[str]:
-    """The command line of one run: `learning.py work`. A model that is given is not for the sums."""
-    if run.settings["task"] == "sums":
-        options = {name: value for name, value in options.items() if name != "model"}
+def worker_command(script: str, options: dict[str, Any], models: dict[str, str], run: Run, attempt: int) -> list[str]:
+    """The command line of one run: `learning.py work`, with the folder of its model if that is among those given."""
+    options = {**options, "model": models.get(run.settings["model"])}
     arguments = [sys.executable, script, "work", "--name", run.name, "--settings", json.dumps(run.settings)]
     arguments += ["--attempt", str(attempt)]
     for name, value in options.items():

@@ -32,7 +32,7 @@ from isopo_trl.validation import ValidationCallback
 # Settings of a run that are ISOPOConfig's, handed on by name
 OF_ISOPO = (
     *("rule", "regularization", "token_weights", "fisher_samples", "fisher_scope", "scale", "target_kl"),
-    *("step_kl_share", "skip_zero_advantage"),
+    *("step_kl_share", "skip_zero_advantage", "bf16_updates"),
 )
 # Sequences up to which nothing is recomputed
 SMALL_MICROBATCH = 4
@@ -84,7 +84,7 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": "float32"},
+        "model_init_kwargs": {"dtype": settings.get("weights", "float32")},
     }
     if settings["vllm"]:
         # A share of memory that must be free at the start; what is taken is less, see `spare_vllm`
@@ -92,11 +92,13 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         arguments |= {"vllm_max_model_length": 1024}
     if settings["optimizer"] == "sgd":
         arguments["optim"] = "sgd"
+    if "momentum" in settings:
+        arguments["optim_args"] = f"momentum={settings['momentum']}"
     if "epsilon" in settings:
         arguments["epsilon"] = settings["epsilon"]
     if settings["trainer"] == "grpo":
         return GRPOConfig(**arguments)
-    of_isopo = {name: settings[name] for name in OF_ISOPO if name in settings}
+    of_isopo = {name: settings[name] for name in OF_ISOPO if settings.get(name) is not None}
     # Unless the matrix asks for it: earlier runs are from before it was the trainer's default
     return ISOPOConfig(**arguments, **{"skip_zero_advantage": False, **of_isopo})
 

@@ -18,9 +18,11 @@ def test_the_command_line_of_a_worker_carries_the_settings():
     from matrix import Run
     from scheduling import worker_command
 
-    for task, model in (("gsm8k", "qwen"), ("sums", None)):  # the sums have a model of their own
-        run = Run("fisher-seed0", "rates", "fisher", {"task": task, "rule": "fisher", "validate_at": [1, 2]})
-        command = worker_command("learning.py", {"model": "qwen", "data": "d", "results": "r"}, run, 2)
+    folders = {"Qwen": "qwen", "Larger": "larger"}
+    for task, name, model in (("gsm8k", "Qwen", "qwen"), ("gsm8k", "Larger", "larger"), ("sums", "Smol", None)):
+        settings = {"task": task, "model": name, "rule": "fisher", "validate_at": [1, 2]}
+        run = Run("fisher-seed0", "rates", "fisher", settings)
+        command = worker_command("learning.py", {"data": "d", "results": "r"}, folders, run, 2)
         options = vars(parse(command[2:]))
         assert json.loads(options.pop("settings")) == run.settings
         given = {"name": "fisher-seed0", "model": model, "data": "d", "results": "r", "attempt": 2}
@@ -34,3 +36,31 @@ def test_status_says_what_is_made_and_what_waits(tmp_path, capsys):
     assert main(["status", "--results", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "test 20.7%" in output and "waits for the rates of rates" in output and "\n1 of " in output
+
+
+def test_no_run_is_made_with_another_model_than_the_matrix_says(tmp_path, capsys):
+    from learning import HERE, embedded_models, folders_of_models, main
+    from matrix import Matrix
+    from scheduling import Schedule
+
+    matrix = Matrix.read(HERE / "matrix.yaml")
+    small, large = (f"Qwen2.5-Coder-{size}B-Instruct" for size in (0.5, 1.5))
+    folders = {name: tmp_path / str(size) for name, size in ((small, 896), (large, 1536), ("none", 576))}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"hidden_size": int(folder.name)}))
+    given = [str(folders[name]) for name in (large, small)]
+    assert folders_of_models(matrix, given, smoke=False) == {large: given[0], small: given[1]}
+    assert folders_of_models(matrix, given[1:], smoke=True) == {large: given[1], small: given[1]}
+
+    def candidates(*models):
+        end = time.time() + 1e7
+        schedule = Schedule(matrix, tmp_path, lambda run, attempt: [], end, 4, 0.0, tmp_path, models=models)
+        return {run.settings["model"] for run in schedule._candidates()}
+
+    (smollm,) = embedded_models(matrix)
+    assert [candidates(name) for name in (large, small, smollm)] == [{large}, {small}, {smollm}]
+    for folder in (folders["none"], tmp_path / "nothing"):
+        assert main(["run", "--model", str(folder), "--deadline", "0", "--results", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "576" in said and small in said and "nothing" in said

@@ -118,6 +118,39 @@ def test_every_run_of_the_matrix_has_a_name_of_its_own(module, matrix):
     rates = {1e-6: "1e-6", 1.5e-6: "1.5e-6", 2e-5: "2e-5", 0.5: "5e-1"}
     names = [module.run_name("m", {"learning_rate": rate, "seed": 0}) for rate in rates]
     assert names == [f"m-lr{rate}-seed0" for rate in rates.values()]
+    given = {
+        "regularization": 1,
+        "grouped": False,
+        "bf16_updates": None,
+        "model": "A-1.5B",
+        "validate_at": [1],
+        "seed": 0,
+    }
+    assert module.run_name("m", given) == "m-updatesno-groupedno-modelA_1.5B-lambda1-seed0"
+
+
+def test_plain_steps_and_what_stands_beside_them_differ_in_nothing_else(matrix):
+    def settings(*groups):
+        """Of their runs with seed 0, by method, but for what every run has of its own."""
+        entries = [entry for entry in matrix.entries if entry.group in groups and entry.given.get("seed") == 0]
+        runs = [matrix.run(e, None if e.given["learning_rate"] != "best" else 1e-6).settings for e in entries]
+        return [{k: v for k, v in run.items() if k not in ("method", "seed", "learning_rate")} for run in runs]
+
+    def apart(one, other):
+        return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+
+    _, interacting, *_ = settings("plain")
+    long, larger, *rounded = settings("long") + settings("larger") + settings("bf16")
+    assert apart(interacting, long) == {"steps", "validate_at"} and apart(interacting, larger) == {"model"}
+    expected = {"weights", "bf16_updates"}
+    assert [apart(interacting, run) for run in rounded] == [expected, expected, {"weights"}]
+    assert [apart(interacting, run) for run in settings("plain_targets")[::2]] == [{"target_kl"}] * 3
+    assert apart(interacting, settings("plain_momentum")[0]) == {"momentum"}
+    # GRPO beside each of them has as many steps, of the same model
+    of_rule = {"rule", "scale", "regularization", "target_kl", "trainer", "optimizer"}
+    for group, own in (("long_grpo", long), ("larger_grpo", larger), ("sgd", interacting)):
+        (grpo,) = settings(group)
+        assert apart(own, grpo) == of_rule - ({"optimizer"} if group == "sgd" else set())
 
 
 def test_methods_that_are_compared_have_the_same_rates_and_the_seeds_that_the_questions_ask_for(matrix):

@@ -104,7 +104,7 @@ def made_up(method, rate, seed, draw, worse=0.0, **changed):
 
 START = {
     "name": "start",
-    "settings": {"task": "gsm8k", "steps": 0},
+    "settings": {"task": "gsm8k", "model": CONTENT["defaults"]["model"], "steps": 0},
     "validations": [{"step": 0, "accuracy": 0.21}],
     "test": {"accuracy": 0.2, "count": PROBLEMS, "right": "0"},
     "held_back": 512,
@@ -554,6 +554,44 @@ def test_plain_steps_stand_beside_adamw_s_grpo_and_beside_plain_reinforce(page_o
         value, low, high, count = numbers(of_rules[label]["held back, in points"])
         assert [value] == rounded(held_back(*own) - held_back(*runs["plain_reinforce"]))
         assert low <= value <= high and count == 3
+
+
+def test_plain_steps_with_momentum_of_other_lengths_and_models_stand_beside_grpo_s_like_them(page_of, many):
+    draw, larger = random.Random(14), "Qwen2.5-Coder-1.5B-Instruct"
+    first = plain("plain_interacting", 0, draw)
+    target, momentum, long, other = (
+        plain("plain_interacting", 0, draw, **changed)
+        for changed in ({"target_kl": 1e-3}, {"momentum": 0.9}, {"steps": 200}, {"model": larger})
+    )
+    rounded_weights = plain("plain_interacting", 0, draw, weights="bfloat16", bf16_updates=None)
+    sgd = plain("grpo", 0, draw, optimizer="sgd", learning_rate=0.01)
+    of_long = made_up("grpo", 2e-6, 0, draw, steps=200)
+    of_larger = [made_up("grpo", rate, 0, draw, 0.1 * (rate == 1e-6), model=larger) for rate in (1e-6, 2e-6)]
+    start = json.loads(json.dumps(START)) | {"name": "start-modelQwen2.5_Coder_1.5B_Instruct"}
+    start["settings"]["model"], start["test"]["accuracy"] = larger, 0.1
+    page = page_of(*many, first, target, momentum, sgd, rounded_weights, long, of_long, other, *of_larger, start)
+    assert "another model" not in page  # weights of one size are compared with one another
+    of = f"target {short(TARGET)}"
+    expected = {
+        "Plain steps": [
+            *("grpo, 2e-6", f"plain_interacting, {of}", "plain_interacting, target 1e-3"),
+            *(f"plain_interacting, momentum 0.9, {of}", "grpo, SGD, 1e-2"),
+        ],
+        "Plain steps: weights in bf16": [
+            *("grpo, 2e-6", f"plain_interacting, rounded to nearest, weights in bf16, {of}"),
+        ],
+        "Plain steps: 200 steps": ["grpo, 200 steps, 2e-6", f"plain_interacting, 200 steps, {of}"],
+        "Plain steps: 1.5B": ["grpo, 1.5B, 2e-6", f"plain_interacting, 1.5B, {of}"],  # at the better of its rates
+    }
+    for section, labels in expected.items():
+        assert list(rows_of(page, section)) == labels
+    tables = re.split(r"^(?=\| method)", section_of(page, "Plain steps: 1.5B"), flags=re.M)
+    row = rows_of_table(tables[2])[labels[1]]
+    difference = numbers(row["KL, difference from `grpo, 1.5B`"])[0]
+    assert [difference] == rounded(last_kl(other) - last_kl(of_larger[1]))
+    # From the larger model's own start
+    assert numbers(row["nats per point gained"]) == rounded(last_kl(other) / (points(other) - 10), to=0.01)
+    assert list(rows_of(page, "1.5B: learning rates")) == ["`grpo`"]
 
 
 # The Fisher norm

@@ -6,6 +6,7 @@ from pathlib import Path
 from isopo_trl import ISOPOConfig
 
 
+PLAIN = ("plain", "plain_targets", "plain_momentum", "rates_sgd", "long", "larger")
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "learning"
 
 
@@ -22,9 +23,14 @@ def test_every_run_of_the_matrix_is_configured_as_it_says(importable, tmp_path):
     optimizers = {"adamw": ISOPOConfig(str(tmp_path), use_cpu=True, bf16=False).optim, "sgd": "sgd"}
     assert {run.settings["trainer"] for run in runs} == {"grpo", "isopo"}
     assert {run.settings["optimizer"] for run in runs} == {*optimizers, "muon"}
-    assert {run.settings["optimizer"] for run in runs if run.group == "plain"} == {"sgd"}
+    of_groups = {group: [run for run in runs if run.group == group] for group in (*PLAIN, "bf16")}
+    for group, own in of_groups.items():
+        assert own and {run.settings["optimizer"] for run in own} == {"sgd"}, group
+    assert {run.settings["bf16_updates"] for run in of_groups["bf16"]} == {"stochastic", "exact", None}
     for run in runs:
         settings = run.settings
+        if settings.get("bf16_updates") and "bf16_updates" not in by_name:
+            continue  # of a later version
         args = configuration(settings, str(tmp_path))
         microbatches = settings["completions"] // settings["microbatch"]
         assert {
@@ -37,6 +43,10 @@ def test_every_run_of_the_matrix_is_configured_as_it_says(importable, tmp_path):
         }.items() <= settings.items(), run.name
         for name in by_name & set(settings) - (defaults if settings["trainer"] == "grpo" else set()):
             assert getattr(args, name) == settings[name], (run.name, name)
-        assert args.optim == optimizers.get(settings["optimizer"], args.optim) and not args.optim_args, run.name
+        assert args.optim == optimizers.get(settings["optimizer"], args.optim), run.name
+        momentum = "momentum=0.9" if run.group == "plain_momentum" else None
+        assert args.optim_args == momentum, run.name
+        dtype = "bfloat16" if run.group == "bf16" else "float32"
+        assert args.model_init_kwargs == {"dtype": dtype}, run.name
     clipped = next(run.settings for run in runs if run.method == "grpo") | {"epsilon": 0.1}
     assert configuration(clipped, str(tmp_path)).epsilon == 0.1
