@@ -291,6 +291,7 @@ GIVEN = {
     **{"group_microbatches": True, "skip_zero_advantage": True, "scale": "paper", "token_weights": "kpo"},
     **{"kpo_initial_variance": 0.5, "kpo_process_noise": 1e-4, "kpo_stop_gradient": True, "kl_in_reward": True},
     **{"target_kl": 1e-4, "log_step_kl": True, "step_kl_share": 0.5, "behaviour_kl": 0.01, "target_kl_offload": True},
+    **{"bf16_updates": "exact", "float32_gradients": True},
 }
 
 

@@ -23,14 +23,15 @@ def key(seed: int, step: int, parameter: int) -> int:
 
 def noise(key: int, start: int, number: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """
-    Integers from 0 to 65535, `[number]` in int32, for the elements from `start` on.
-
-    Two rounds of multiplying and shifting in 32 bits, held in int64, where nothing overflows.
+    Integers from 0 to 65535, `[number]` in int32, for the elements from `start` on: two for each of 32 bits, of which
+    two rounds of multiplying and shifting are made in int64, where nothing overflows.
     """
-    index = torch.arange(start, start + number, device=device)
+    index = torch.arange(start >> 1, (start + number + 1) >> 1, device=device)
     above = index >> 32
     mixed = _mixed((index & _32).bitwise_xor_(key & _32))
-    return (_mixed(mixed.add_(above).add_(key >> 32).bitwise_and_(_32)) >> 16).to(torch.int32)
+    mixed = _mixed(mixed.add_(above).add_(key >> 32).bitwise_and_(_32))
+    pairs = torch.stack([mixed & 0xFFFF, mixed >> 16], dim=1).to(torch.int32)
+    return pairs.view(-1)[start & 1 :][:number]
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,10 @@ from isopo_trl.narrow_weights.stream import key, noise
 
 def test_parts_have_the_numbers_of_the_whole_wherever_they_begin():
     own = key(42, 3, 7)
-    whole = noise(own, 2**32 - 500, 1000)  # beyond 32 bits as well
+    whole = noise(own, 2**33 - 501, 1000)  # beyond 32 bits as well
     assert whole.dtype == torch.int32
-    assert torch.equal(torch.cat([noise(own, 2**32 - 500 + start, 100) for start in range(0, 1000, 100)]), whole)
-    assert not torch.equal(noise(own, 0, 1000), noise(own, 2**32, 1000))
+    assert torch.equal(torch.cat([noise(own, 2**33 - 501 + start, 125) for start in range(0, 1000, 125)]), whole)
+    assert not torch.equal(noise(own, 0, 1000), noise(own, 2**33, 1000))
 
 
 def test_numbers_are_even_and_those_of_other_seeds_steps_parameters_and_neighbours_say_nothing_of_them():

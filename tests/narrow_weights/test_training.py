@@ -1,21 +1,15 @@
 """Runs of the trainer with weights in bf16."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from accelerate import FullyShardedDataParallelPlugin
 from transformers import TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from isopo_trl import ISOPOConfig
-from isopo_trl.narrow_weights.choice import KINDS, refuse
+from isopo_trl.narrow_weights.choice import KINDS
 from isopo_trl.narrow_weights.optimizers import Narrow, NarrowAdamW, NarrowSGD
 from isopo_trl.step_size.controller import OVERSHOOT
 from tests import tiny, training
-
-
-PLAIN = SimpleNamespace(deepspeed_plugin=None, fsdp_plugin=None)
 
 
 def build(folder, dtype=torch.bfloat16, **settings):
@@ -129,15 +123,3 @@ def test_models_and_optimizers_that_have_no_use_for_it_are_refused_at_constructi
     options = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
     with pytest.raises(ValueError, match=r"but one was given \(SGD\)"):
         training.build(tmp_path, model, options=options, bf16_updates="exact", optim="sgd")
-    args = SimpleNamespace(bf16_updates="exact", float32_gradients=False)
-    for said, state in (
-        ("under DeepSpeed, whose optimizers keep float32", {"deepspeed_plugin": object()}),
-        ("under FSDP1, which flattens weights", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}),
-        ("no use under FSDP2 with mixed", {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}),
-    ):
-        state = SimpleNamespace(**{**vars(PLAIN), **state})
-        with pytest.raises(ValueError, match=said):
-            refuse(args, model, None, SimpleNamespace(state=state, mixed_precision="bf16", num_processes=1))
-    args.float32_gradients = True
-    with pytest.raises(ValueError, match="float32_gradients=True works in one process"):
-        refuse(args, model, None, SimpleNamespace(state=PLAIN, mixed_precision="bf16", num_processes=2))

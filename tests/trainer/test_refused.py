@@ -8,14 +8,18 @@ import ast
 import re
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import FullyShardedDataParallelPlugin
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
 
 import isopo_trl
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.integrations import deepspeed
+from isopo_trl.narrow_weights import choice
 from isopo_trl.token_weights import ratio_loss, refusals
 from tests import tiny, training
 from tests.documentation.test_docs import table
@@ -89,6 +93,15 @@ def under_deepspeed(**settings):
     return lambda folder: deepspeed.refuse_settings({"zero_optimization": settings}, "target_kl", True)
 
 
+def in_bf16(processes=1, deepspeed_plugin=None, fsdp=0, mixed="no"):
+    """Weights in bf16, under an engine of accelerate's."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=fsdp) if fsdp else None
+    state = SimpleNamespace(deepspeed_plugin=deepspeed_plugin, fsdp_plugin=plugin)
+    accelerator = SimpleNamespace(state=state, mixed_precision=mixed, num_processes=processes)
+    args = SimpleNamespace(bf16_updates="exact", float32_gradients=processes > 1)
+    return lambda folder: choice.refuse(args, tiny.model("qwen3", dtype=torch.bfloat16), None, accelerator)
+
+
 def compiled_by_accelerate(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # as `accelerate launch --dynamo_backend eager` does
@@ -104,6 +117,16 @@ WORDS = {
         under_deepspeed(zenflow={}),
         under_deepspeed(zero_hpz_partition_size=8),
         lambda folder: deepspeed.refuse_settings({"scheduler": {"type": "WarmupLR"}}, "target_kl", True),
+    ],
+    "`bf16_updates` with weights in float32, under DeepSpeed, FSDP1, or FSDP2 with `bf16=True`": [
+        trained(bf16_updates="exact"),
+        in_bf16(deepspeed_plugin=object()),
+        in_bf16(fsdp=1),
+        in_bf16(fsdp=2, mixed="bf16"),
+    ],
+    "`float32_gradients=True` in several processes, or without `bf16_updates`": [
+        in_bf16(processes=2),
+        trained(float32_gradients=True),
     ],
     "`beta` with a `peft_config` of PiSSA, OLoRA, CorDA, LoftQ or LoRA-GA": [
         trained(peft=LoraConfig(r=2, init_lora_weights=name, target_modules=["q_proj"]), beta=0.1)
