@@ -187,7 +187,7 @@ class ISOPOConfig(GRPOConfig):
             - `"stochastic"`: rounded up or down at random, so that the mean is right: no memory, some noise. The
               random numbers are a function of `seed`, the step and the weight.
             - `"exact"`: beside each weight, a remainder of 16 bits makes it float32. The model computes with the
-              nearest bf16.
+              nearest bf16. Remainders begin at random, so that a first step is seen at once.
 
             If `None`, PyTorch rounds to nearest, and a warning says what share of the first step was lost.
         float32_gradients (`bool`, *optional*, defaults to `False`):

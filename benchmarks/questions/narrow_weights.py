@@ -44,6 +44,12 @@ def with_remainder(weight: torch.Tensor, kept: torch.Tensor, step: torch.Tensor,
     return split(join(weight, kept) + step)
 
 
+def begun(weight: torch.Tensor, place: int) -> torch.Tensor:
+    """The remainders before the first step."""
+    drawn = noise(key(0, 0, place), 0, weight.numel(), weight.device).view(weight.shape) - 2**15
+    return drawn.masked_fill(weight == 0, 0).to(torch.int16)
+
+
 KINDS: dict[str, Keep] = {
     "to nearest": to_nearest,
     "at random (`stochastic`)": at_random,
@@ -123,7 +129,7 @@ def kept(policy: Policy, direction: list[torch.Tensor], rate: float, steps: int)
     whole = policy.objectives() - before
     for name, keep in KINDS.items():
         cells = [name]
-        weights, beside = policy.start, [torch.zeros_like(w, dtype=torch.int16) for w in policy.start]
+        weights, beside = policy.start, [begun(w, place) for place, w in enumerate(policy.start)]
         for number in range(1, steps + 1):
             moved = [keep(*each[:2], rate * each[2], number) for each in zip(weights, beside, direction, strict=True)]
             weights, beside = ([each[side] for each in moved] for side in (0, 1))

@@ -9,7 +9,7 @@ import torch
 from ..step_size.taken_back import blocks, local
 from .parts import Part
 from .steps import SGD, AdamW
-from .stream import first_element, key
+from .stream import first_element, key, noise
 from .way_back import NarrowSteps, NarrowTrials
 
 
@@ -61,6 +61,7 @@ class Narrow(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.give_remainders()
         for place, group, p in self.stepped():
             is_first = self._begin(group, p)
             for part in self.parts(place, p):
@@ -68,6 +69,23 @@ class Narrow(torch.optim.Optimizer):
                 self.formula.learn(group, before, part.gradient, part.moments, is_first)
                 part.write(self.moved(group, float(group["lr"]), before, part))
         return loss
+
+    @torch.no_grad()
+    def give_remainders(self) -> None:
+        """
+        Before a step: weights that are to have a remainder, and have none, get one at random. Which float32 number a
+        weight in bf16 stands for nobody knows, and the model is the same with any that rounds to it. But with a
+        remainder of 0 it would not move before steps have added up to half the distance of two numbers in bf16.
+        """
+        for place, _, p in self.stepped() if self.updates == "exact" else ():
+            if p.dtype != torch.bfloat16 or "remainder" in self.state[p]:
+                continue
+            remainder, start, numbers = torch.zeros_like(p), self._start(p), key(self.seed, 0, place)
+            for weight, part in blocks(local(p), local(remainder)):
+                drawn = noise(numbers, start, part.numel(), part.device).view(part.shape) - 2**15
+                part.view(torch.int16).copy_(drawn.masked_fill_(weight == 0, 0))  # beside 0 there is no room below
+                start += part.numel()
+            self.state[p]["remainder"] = remainder
 
     def stepped(self) -> Iterator[tuple[int, dict[str, Any], torch.Tensor]]:
         """The parameters that a step moves: each with its number in the optimizer, and its group."""
@@ -79,7 +97,7 @@ class Narrow(torch.optim.Optimizer):
         One of [`stepped`], part by part, with `others` of its shape on this rank: of the step that was begun last, or
         of the one `ahead`, with what the state has so far.
         """
-        state, start = self.state.get(p, {}), first_element(p) if self.updates == "stochastic" else 0
+        state, start = self.state.get(p, {}), self._start(p)
         number = int(state.get("step", 0)) + ahead
         names = [name for name in state if name != "step"]
         tensors = [p, p.grad, *(state[name] for name in names)]
@@ -127,10 +145,17 @@ class Narrow(torch.optim.Optimizer):
         new = [name for name in names if name not in state]
         for name in new:
             state[name] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-        if self._has_remainder(p) and "remainder" not in state:
-            state["remainder"] = torch.zeros_like(p)
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         return bool(new)
+
+    def _start(self, p: torch.Tensor) -> int:
+        """The first element of this rank's part, where random numbers go by it."""
+        try:
+            return first_element(p)
+        except ValueError:
+            if self.updates == "stochastic":
+                raise
+            return 0  # remainders may begin with the same numbers on all ranks
 
     def _has_remainder(self, p: torch.Tensor) -> bool:
         return self.updates == "exact" and p.dtype == torch.bfloat16

@@ -41,11 +41,12 @@ class NarrowSteps:
         """Before the step: note its learning rates, and copy the weights."""
         self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self._share = 1.0
+        self._optimizer.give_remainders()
         if not self._has_copies:
             return
         for p in self._parameters:
             values = [local(p), *self._optimizer.remainder(p)]
-            if len(self._copies.get(p, ())) != len(values):  # before its first step, a weight has no remainder
+            if len(self._copies.get(p, ())) != len(values):  # before its first gradient, a weight has no remainder
                 self._copies[p] = [self._place_for(value) for value in values]
             torch._foreach_copy_(self._copies[p], values)
 
@@ -104,6 +105,10 @@ class NarrowTrials(SGDSteps):
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
         self._changed: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+
+    def remember(self) -> None:
+        super().remember()
+        self._optimizer.give_remainders()
 
     @torch.no_grad()
     def move(self, share: float) -> None:

@@ -208,6 +208,23 @@ def test_adapters_have_a_learning_rate_of_their_own(gsm8k, given):
     assert model_args.use_peft and args.learning_rate == gsm8k.SMALL["learning_rate"]
 
 
+def test_plain_steps_have_a_target_unless_a_rate_or_a_target_is_given(gsm8k, given):
+    config = ["--config", str(EXAMPLES / "configs" / "plain_steps.yaml")]
+    on_cpu = ["--use_vllm", "false", "--bf16", "false"]
+    for words, target in (
+        (["--optim", "sgd"], "auto"),
+        ([*config, *on_cpu], "auto"),
+        (["--optim", "sgd", "--target_kl", "3e-4"], 3e-4),
+        (["--optim", "sgd", "--learning_rate", "0.1"], None),
+        ([], None),
+    ):
+        _, args, _ = gsm8k.read_arguments([*given, *words])
+        assert args.target_kl == target
+        assert args.lr_scheduler_type == "constant"
+    _, args, _ = gsm8k.read_arguments(["--optim", "sgd"])  # the embedded model
+    assert args.target_kl == "auto" and args.step_kl_share == 0.25 and args.warmup_steps == 0
+
+
 def test_an_abbreviation_trains_nothing(gsm8k, given, capsys):
     for words, meant in (
         (["--model_name_or", "tiny"], "--model_name_or_path"),

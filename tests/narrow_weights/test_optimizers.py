@@ -68,12 +68,14 @@ def wide(optimizer):
 @kinds
 def test_with_remainders_a_run_is_that_of_a_float32_optimizer_to_the_last_bit(name):
     kind, theirs, settings = KINDS[name]
-    network = model()
+    network, twin = model(), model()
     ours = optimizer_of(kind, list(network.parameters()), updates="exact", **settings)
+    backward(network, 0)
+    ours.give_remainders()
+    assert all(map(torch.equal, network.parameters(), twin.parameters()))
+    masters = [weight.float().clone().requires_grad_() for weight in wide(ours)]
     train(network, ours, range(4))
 
-    twin = model()
-    masters = [p.detach().float().clone().requires_grad_() for p in twin.parameters()]
     expected = optimizer_of(theirs, masters, foreach=False, **settings)
     for number in range(4):
         with torch.no_grad():
@@ -114,6 +116,26 @@ def test_steps_rounded_at_random_are_those_of_float32_with_the_numbers_of_their_
             numbers = noise(key(3, step, place), 0, p.numel()).view(p.shape)
             assert torch.equal(p.detach(), rounded(master.detach(), numbers)), step
     assert all("remainder" not in state for state in ours.state.values())
+
+
+def test_remainders_begin_evenly_spread_and_leave_the_model_as_it_was():
+    """So a step that is a thousandth of the distance of two numbers in bf16 moves a thousandth of the weights."""
+    values = torch.cat([torch.full((2**16,), 1.5), torch.tensor([0.0, -0.0, 3.3e38, -3.3e38, 1e-40, -1e-40])])
+    weight = torch.nn.Parameter(values.bfloat16())
+    before = weight.detach().clone()
+    optimizer = NarrowSGD([weight], updates="exact", lr=1.0)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(weight, before)
+    (spread,) = wide(optimizer)
+    assert torch.equal(spread[-6:-4], torch.zeros(2)) and spread.isfinite().all()
+    distance = 2**-7
+    places = (spread[:-6] - 1.5) / distance
+    assert abs(places.mean().item()) < 0.01 and abs(places.square().mean().item() - 1 / 12) < 0.002
+    weight.grad[:-6] = 1e-3 * distance
+    optimizer.step()
+    moved = (before[:-6] - weight[:-6].detach()).float().mean().item()
+    assert moved == pytest.approx(1e-3 * distance, rel=0.5)
 
 
 @pytest.mark.parametrize("updates", ["exact", "stochastic"])

@@ -64,6 +64,7 @@ def test_a_share_of_a_step_is_the_step_at_that_share_of_the_rate(name, updates, 
     optimizer = stepped(name, updates, steps)
     steps_back = way_back_of(optimizer)
     expected = {share: with_rate(optimizer, share) for share in (1.0, 0.5, 0.01, 0.3)}
+    optimizer.give_remainders()
     before = [weight.clone() for weight in wide(optimizer)]
     steps_back.remember()
     optimizer.step()
@@ -87,6 +88,7 @@ def test_a_step_of_sgd_is_tried_as_it_will_be_made_and_leaves_no_bit_behind(name
     monkeypatch.setattr(taken_back, "_BLOCK", 64)
     optimizer = stepped(name, updates, steps)
     trials = way_back_of(optimizer)
+    optimizer.give_remainders()
     parameters = parameters_of(optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     before = [p.detach().clone() for p in parameters]
