@@ -11,8 +11,8 @@ under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the l
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
 microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
 leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In
-`target` steps have a length to keep to, and the first is far too long; `targetfsdp` under FSDP2, `target0` and so on
-under DeepSpeed; `scheduled` is the same with a schedule, and `scheduled2` and `scheduled3` with an optimizer of
+`target` plain steps have a length to keep to; `targetfsdp` under FSDP2, `target0` and so on under DeepSpeed, where they
+are taken back from a copy, as in `targetcopied`, the first being far too long; `scheduled` is the same with a schedule, and `scheduled2` and `scheduled3` with an optimizer of
 DeepSpeed's, which makes the schedule's step as well; `resumedtarget2` and `resumedtarget3` are resumed under it;
 `refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
 AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments.
@@ -410,6 +410,8 @@ def run(output, mode, rule, weights):
         under = mode.removeprefix("target")
         kind, stage = ShardsByHand if under == "fsdp" else ByHand, int(under) if under.isdigit() else None
         settings = {"target_kl": "auto", "step_kl_share": 1.0, "learning_rate": 10.0}
+        if under == "copied" or stage is not None:
+            settings["weight_decay"] = 0.1  # so that steps are taken back from a copy everywhere
         model, isopo, result = train(output, rule, weights, stage, kind=kind, **settings)
     elif mode.startswith("scheduled"):
         settings = {"target_kl": 1e-3, "step_kl_share": 1.0, "optim": "adamw_torch", "learning_rate": 0.5}

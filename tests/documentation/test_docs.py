@@ -20,6 +20,7 @@ import threading
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import patch
 from urllib.parse import unquote, urldefrag, urljoin, urlparse
 
 import pytest
@@ -31,6 +32,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import GRPOConfig
 
 from isopo_trl import ISOPO, ISOPOConfig, __version__
+from isopo_trl.layers.registry import _REGISTERED as LAYERS
+from isopo_trl.rules.registry import _REGISTERED as RULES
+from isopo_trl.token_weights import WEIGHTINGS
 from isopo_trl.token_weights.ratio_loss import LOSS_TYPES
 from isopo_trl.validation import callback
 from tests import oracle, tiny, training
@@ -115,8 +119,15 @@ def matches(printed, shown):
     return re.fullmatch(" ?.*? ?".join(parts), " ".join(printed.split())) is not None
 
 
+@pytest.fixture
+def registries():
+    """What a page registers is gone after its test."""
+    with patch.dict(RULES), patch.dict(LAYERS), patch.dict(WEIGHTINGS):
+        yield
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if blocks(name, "python")])
-def test_python_blocks_run(name, stand_ins, tmp_path, monkeypatch):
+def test_python_blocks_run(name, stand_ins, registries, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {**sampled_batches(), "SMALL": SMALL} if name == "README.md" else {"SMALL": SMALL}
     start = {parameter: p.clone() for parameter, p in names["model"].named_parameters()} if "model" in names else {}
