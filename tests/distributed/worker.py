@@ -6,21 +6,21 @@ target3, scheduled, scheduled2, scheduled3, resumedtarget2, resumedtarget3, refu
 shards, and the weights full, lora, dora or bf16, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
-the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same
-under DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
+the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same under
+DeepSpeed; `loop` and `fsdp2` are a loop of one's own with the core, the latter with every decoder layer sharded.
 `resumed` generates, uses completions twice, and goes on from a checkpoint in between; `grouped` generates for two
 microbatches at a time, with `group_microbatches`. `skipped` has sequences without an advantage, in unequal shares, and
 leaves them out (`skip_zero_advantage`); `skippedfsdp` under FSDP2, `skipped2` and `skipped3` under DeepSpeed. In
-`target` plain steps have a length to keep to; `targetfsdp` under FSDP2, `target0` and so on under DeepSpeed, where they
-are taken back from a copy, as in `targetcopied`, the first being far too long; `scheduled` is the same with a schedule, and `scheduled2` and `scheduled3` with an optimizer of
-DeepSpeed's, which makes the schedule's step as well; `resumedtarget2` and `resumedtarget3` are resumed under it;
-`refused` has settings of DeepSpeed's with which that cannot be. `kept` and `undone` are the same with
-AdamW, on two ranks under FSDP2: a copy of the weights is kept, or former ones are computed from AdamW's moments.
-`narrow` is `resumed` with weights in bf16, a target and `bf16_updates`, `narrowfsdp` the same under FSDP2; `shards`
-are single steps with given gradients there. In
-`steptrainer`, `stepzero2`, `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is
-a loop in float64, for the oracle.
-In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second step.
+`target` plain steps have a length to keep to; `targetfsdp` under FSDP2, `target0` and so on under DeepSpeed, where
+they are taken back from a copy, as in `targetcopied`, the first being far too long; `scheduled` is the same with a
+schedule, and `scheduled2` and `scheduled3` with an optimizer of DeepSpeed's, which makes the schedule's step as well;
+`resumedtarget2` and `resumedtarget3` are resumed under it; `refused` has settings of DeepSpeed's with which that
+cannot be. `kept` and `undone` are the same with AdamW, on two ranks under FSDP2: a copy of the weights is kept, or
+former ones are computed from AdamW's moments. `narrow` is `resumed` with weights in bf16, a target and `bf16_updates`,
+`narrowfsdp` the same under FSDP2; `shards` are single steps with given gradients there. In `steptrainer`, `stepzero2`,
+`steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is a loop in float64, for the
+oracle. In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second
+step.
 """
 
 import sys
