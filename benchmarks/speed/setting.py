@@ -168,8 +168,8 @@ def no_reward(completions, **_):
 
 def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, model=None, **settings) -> GRPOTrainer:
     """
-    The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a `model`, or if there is none
-    on a copy of the random one.
+    The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a `model`, or without one on
+    a copy of the random one.
     """
     if name.endswith(LIGER):
         settings["use_liger_kernel"] = True
