@@ -2,10 +2,10 @@
 The largest model that trains with full weights on a GPU of so much memory: TRL's GRPO with AdamW, and plain steps.
 
 Each case is a run of `trainer.train()` with a few optimizer steps, in a process that may use no more of the GPU than
-the limit (`torch.cuda.set_per_process_memory_fraction`), on a randomly initialised model of Qwen3's shape, with gradient
-checkpointing. A case fits where all of its steps are made. Limits are tried from the smallest, and those that weights,
-gradients and the optimizer's state alone exceed are left out. Where a case fits, its peak and the time of its last
-step are noted.
+the limit (`torch.cuda.set_per_process_memory_fraction`), on a randomly initialised model of Qwen3's shape, with
+gradient checkpointing. A case fits where all of its steps are made. Limits are tried from the smallest, and those that
+weights, gradients and the optimizer's state alone exceed are left out. Where a case fits, its peak and the time of its
+last step are noted.
 
 Generation is left out: a `rollout_func` returns ready completions. With vLLM beside the trainer,
 `shared_weights.py --shape 8b` makes a whole step.
