@@ -102,7 +102,9 @@ def run_interpreted(*tests):
     """Run tests in a process of their own, and show its last lines if any fails; returns how many have passed."""
     # A process of xdist's would leave its name and its options behind
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_CORE"))}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # Interpreted kernels read memory as NumPy does: where there is a GPU, its tensors would fail
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     options = [
         "-q",
         "-rs",
