@@ -1,8 +1,8 @@
 """
-One copy of the weights for the trainer and vLLM: what it saves, and whether vLLM generates with the weights of each step.
+One copy of the weights for the trainer and vLLM: what it saves, and whether vLLM generates with those of each step.
 
 A model in bf16 is trained by SGD with vLLM in the trainer's process, in one process with shared weights and in another
-with copies, three optimizer steps each. The second step is taken back wholly, and `target_kl` tries each of them before.
+with copies, three optimizer steps each. The second step is taken back wholly, and `target_kl` tries each beforehand.
 After every step vLLM answers a few prompts greedily. Then the process with copies is given the weights that the other
 had after each of its steps, by TRL's own sending, and must have the same bits in every parameter of vLLM's, and
 generate the same tokens with the same log-probabilities.
@@ -14,8 +14,8 @@ With `--shape` the model has random weights, and of DIR only the tokenizer is ta
 `target_kl`, and no comparison.
 
 Seconds and GiB are printed as JSON: `sync_s`, of each time that vLLM got the weights of a step; `start` and
-`training`, each with the peak of what PyTorch has allocated and reserved in that part, and what was allocated and taken
-of the whole GPU at its end. What vLLM takes (`--vllm-gib`) is in it.
+`training`, each with the peak of what PyTorch has allocated and reserved in that part, and what was allocated, and
+taken of the whole GPU, at its end. What vLLM takes (`--vllm-gib`) is in it.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -36,13 +37,20 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 import torch
-from setting import SHAPES
+from datasets import Dataset
+from setting import SHAPES, base_model
+from transformers import AutoTokenizer, TrainerCallback
+
+from isopo_trl import ISOPOConfig, ISOPOTrainer
+from isopo_trl.integrations import vllm_weights
+from isopo_trl.step_size.taken_back import WeightCopy, trained
 
 
 GIB = 2**30
 WAYS = ("shared", "copies")
 TAKEN_BACK = 2  # number of the step that is
 PROMPTS = 8
+PROMPT = 150  # tokens: several blocks of vLLM's cache, which must not outlive a step
 ANSWER = 32  # tokens, greedily
 
 
@@ -100,9 +108,6 @@ def main() -> None:
 
 def make_model(options: argparse.Namespace) -> None:
     """Write a model of random weights, with the tokenizer that was given."""
-    from setting import base_model
-    from transformers import AutoTokenizer
-
     model = base_model(options.shape, "bfloat16")
     model.save_pretrained(options.folder / "model")
     AutoTokenizer.from_pretrained(options.model).save_pretrained(options.folder / "model")
@@ -127,7 +132,7 @@ def train(options: argparse.Namespace) -> None:
     trainer = make_trainer(model, options)
     figures = {"way": options.way, "start_s": time.perf_counter() - began, "start": memory()}
     figures["is_shared"] = trainer.shared_weights is not None
-    watched = watch(trainer, options)
+    watched = Watched(trainer, options)
     trainer.add_callback(watched)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -137,8 +142,8 @@ def train(options: argparse.Namespace) -> None:
     trainer.train()
     figures.update(train_s=time.perf_counter() - began, training=memory(), sync_s=watched.seconds)
     if options.shape is None:
-        texts = [watched.noted[f"step{number}"] for number in range(options.steps + 1)]
-        figures["steps_that_moved_vllm"] = [one["bits"] != other["bits"] for one, other in zip(texts, texts[1:])]
+        bits = [watched.noted[f"step{number}"]["bits"] for number in range(options.steps + 1)]
+        figures["vllm_has_moved"] = [one != other for one, other in pairwise(bits)]
         if options.way == "copies" and (options.folder / "noted.json").exists():
             figures["as_shared"] = compare(trainer, watched, options)
         elif options.way == "shared":
@@ -157,11 +162,6 @@ def prepare_cpu() -> None:
 
 
 def make_trainer(model: str, options: argparse.Namespace):
-    from datasets import Dataset
-
-    from isopo_trl import ISOPOConfig, ISOPOTrainer
-    from isopo_trl.integrations import vllm_weights
-
     if options.way == "copies":
         vllm_weights.share = lambda trainer, vllm: None
     settings = {}
@@ -220,58 +220,47 @@ def memory() -> dict[str, float]:
     return {name: round(bytes / GIB, 3) for name, bytes in found.items()}
 
 
-def callback_class():
-    from transformers import TrainerCallback
+class Watched(TrainerCallback):
+    """
+    Seconds of each sending, what vLLM has after each step and what it answers, the weights themselves where
+    another process is to get them, and one step that is taken back.
+    """
 
-    from isopo_trl.step_size.taken_back import WeightCopy, trained
+    def __init__(self, trainer, options):
+        self.trainer, self.options = trainer, options
+        self.seconds: list[float] = []
+        self.noted: dict[str, dict] = {}
+        self._copy = None
+        self._send = trainer.vllm_generation.sync_weights
+        trainer.vllm_generation.sync_weights = self.timed
 
-    class Watched(TrainerCallback):
-        """
-        Seconds of each sending, what vLLM has after each step and what it answers, the weights themselves where another
-        process is to get them, and one step that is taken back.
-        """
+    def timed(self):
+        wait()
+        began = time.perf_counter()
+        self._send()
+        wait()
+        self.seconds.append(time.perf_counter() - began)
 
-        def __init__(self, trainer, options):
-            self.trainer, self.options = trainer, options
-            self.seconds: list[float] = []
-            self.noted: dict[str, dict] = {}
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        if self.options.shape is None and state.global_step + 1 == TAKEN_BACK:
+            self._copy = WeightCopy(list(trained(optimizer)))
+            self._copy.remember()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if self._copy is not None:
+            self._copy.move(0.0)
             self._copy = None
-            self._send = trainer.vllm_generation.sync_weights
-            trainer.vllm_generation.sync_weights = self.timed
 
-        def timed(self):
-            wait()
-            began = time.perf_counter()
-            self._send()
-            wait()
-            self.seconds.append(time.perf_counter() - began)
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.options.shape is None:
+            self.note(f"step{state.global_step}")
 
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            if self.options.shape is None and state.global_step + 1 == TAKEN_BACK:
-                self._copy = WeightCopy(list(trained(optimizer)))
-                self._copy.remember()
-
-        def on_optimizer_step(self, args, state, control, **kwargs):
-            if self._copy is not None:
-                self._copy.move(0.0)
-                self._copy = None
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if self.options.shape is None:
-                self.note(f"step{state.global_step}")
-
-        def note(self, name):
-            self.trainer.vllm_generation.sync_weights()
-            self.noted[name] = seen_by_vllm(self.trainer)
-            if self.options.way == "shared":
-                weights = {key: value.cpu() for key, value in self.trainer.model.state_dict().items()}
-                torch.save(weights, self.options.folder / f"{name}.pt")
-
-    return Watched
-
-
-def watch(trainer, options):
-    return callback_class()(trainer, options)
+    def note(self, name):
+        self.trainer.vllm_generation.sync_weights()
+        self.noted[name] = seen_by_vllm(self.trainer)
+        if self.options.way == "shared":
+            weights = {key: value.cpu() for key, value in self.trainer.model.state_dict().items()}
+            torch.save(weights, self.options.folder / f"{name}.pt")
 
 
 def wait() -> None:
@@ -286,8 +275,9 @@ def seen_by_vllm(trainer) -> dict:
     llm = trainer.vllm_generation.llm
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
     bits = {name: checksum(p) for name, p in model.named_parameters()}
-    texts = [f"What is {i} times {i}? Answer:" for i in range(PROMPTS)]
-    prompts = [{"prompt_token_ids": ids} for ids in trainer.processing_class(text=texts)["input_ids"]]
+    texts = [f"{i} times {i} is {i * i}. " * 40 for i in range(PROMPTS)]
+    ids = trainer.processing_class(text=texts)["input_ids"]
+    prompts = [{"prompt_token_ids": one[:PROMPT]} for one in ids]
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER, logprobs=0, ignore_eos=True)
     answers = [request.outputs[0] for request in llm.generate(prompts, sampling_params=greedy, use_tqdm=False)]
     tokens = [list(answer.token_ids) for answer in answers]

@@ -6,8 +6,8 @@ rounds the rows of the embedding up. So each parameter of the model is a range o
 device are the same as well, the parameter can be these rows: its own memory is given back, an optimizer's step writes
 what vLLM reads, and nothing is sent.
 
-Names say where a parameter is to be. Whether it is there, vLLM decides: it loads the parameter with its sign turned, and
-as it is, and either must be read there, to the last bit. So vLLM has what it would have been sent.
+Names say where a parameter is to be. Whether it is there, vLLM decides: it loads the parameter with its sign turned,
+and as it is, and either must be read there, to the last bit. So vLLM has what it would have been sent.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +118,8 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 class OneCopy:
     """
-    The weights of a trainer's model as parts of vLLM's memory. Where they cannot be, [`Apart`] is raised, and the model
-    is as it was.
+    The weights of a trainer's model as parts of vLLM's memory. Where they cannot be, [`Apart`] is raised, and the
+    model is as it was.
 
     Args:
         vllm ([`ColocatedVLLM`]): vLLM in the trainer's process.
