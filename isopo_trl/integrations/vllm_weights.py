@@ -10,8 +10,8 @@ Names say where a parameter is to be. Whether it is there, vLLM decides: it load
 and as it is, and either must be read there, to the last bit. So vLLM has what it would have been sent.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from logging import getLogger
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from ..trl_seam.vllm import ColocatedVLLM
 
 
-logger = getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -159,18 +159,19 @@ class OneCopy:
 
 def share(trainer: Any, vllm: ColocatedVLLM) -> OneCopy | None:
     """Let a trainer's model and its vLLM have one copy of the weights; where that is not possible, say once why."""
+    say = logger.log if trainer.accelerator.is_main_process else lambda *said: None
     try:
         for reason in _reasons(trainer):
             raise Apart(reason)
         shared = OneCopy(vllm)
     except Apart as reason:
-        # Who trains in float32, or an adapter, has no reason to expect it
-        level = logger.warning if trainer.args.bf16_updates is not None else logger.info
-        level(f"vLLM has a copy of the weights of its own, which they are sent to after each step: {reason}.")
+        # Who trains in float32 has no reason to expect it
+        level = logging.INFO if trainer.args.bf16_updates is None else logging.WARNING
+        say(level, f"vLLM has a copy of the weights of its own, which they are sent to after each step: {reason}.")
         return None
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the model had before, for vLLM and whoever is not PyTorch
-    logger.info("The model's weights are vLLM's: there is one copy of them, and nothing is sent after a step.")
+    say(logging.INFO, "The model's weights are vLLM's: there is one copy of them, and nothing is sent after a step.")
     return shared
 
 
