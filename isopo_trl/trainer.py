@@ -60,7 +60,7 @@ from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_gra
 from .trl_seam.rewards import add_reward
 from .trl_seam.scoring import Scoring
 from .trl_seam.trainer import get_config_model_id
-from .trl_seam.vllm import ColocatedVLLM, is_colocated
+from .trl_seam.vllm import ColocatedVLLM, is_colocated, weights_are_others
 
 
 logger = get_logger(__name__)
@@ -705,10 +705,12 @@ class ISOPOTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         self._loaded_from = resume_from_checkpoint
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        weights_are_others(self)
 
     def _load_best_model(self):
         self._loaded_from = self.state.best_model_checkpoint
         super()._load_best_model()
+        weights_are_others(self)
 
     def _issue_warnings_after_load(self, load_result):
         """Where weights are missing, a warning is all that transformers has for it, and they begin anew."""

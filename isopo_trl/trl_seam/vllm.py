@@ -65,3 +65,9 @@ class ColocatedVLLM:
 def is_colocated(trainer: Any) -> bool:
     """Whether the trainer has vLLM in its process."""
     return trainer.use_vllm and trainer.vllm_mode == "colocate"
+
+
+def weights_are_others(trainer: Any) -> None:
+    """Let vLLM get the weights before the next generation, though no step was made: TRL goes by their number alone."""
+    if trainer.use_vllm:
+        trainer._last_loaded_step = -1
