@@ -52,6 +52,7 @@ TAKEN_BACK = 2  # number of the step that is
 PROMPTS = 8
 PROMPT = 150  # tokens: several blocks of vLLM's cache, which must not outlive a step
 ANSWER = 32  # tokens, greedily
+LOGGED = ("step_time", "loss", "grad_norm", "reward", "step/kl", "sampling/sampling_logp_difference/max")
 
 
 def parse() -> argparse.Namespace:
@@ -132,6 +133,7 @@ def train(options: argparse.Namespace) -> None:
     trainer = make_trainer(model, options)
     figures = {"way": options.way, "start_s": time.perf_counter() - began, "start": memory()}
     figures["is_shared"] = trainer.shared_weights is not None
+    figures["weights"] = round(sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / GIB, 3)
     watched = Watched(trainer, options)
     trainer.add_callback(watched)
     if on_gpu:
@@ -140,7 +142,7 @@ def train(options: argparse.Namespace) -> None:
         watched.note("step0")
     began = time.perf_counter()
     trainer.train()
-    figures.update(train_s=time.perf_counter() - began, training=memory(), sync_s=watched.seconds)
+    figures.update(train_s=time.perf_counter() - began, training=memory(), sync_s=list(watched.seconds))
     if options.shape is None:
         bits = [watched.noted[f"step{number}"]["bits"] for number in range(options.steps + 1)]
         figures["vllm_has_moved"] = [one != other for one, other in pairwise(bits)]
@@ -148,7 +150,8 @@ def train(options: argparse.Namespace) -> None:
             figures["as_shared"] = compare(trainer, watched, options)
         elif options.way == "shared":
             (options.folder / "noted.json").write_text(json.dumps(watched.noted))
-    figures["log"] = [entry for entry in trainer.state.log_history if "loss" in entry]
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    figures["log"] = [{name: line[name] for name in LOGGED if name in line} for line in lines]
     (options.folder / f"{options.way}.json").write_text(json.dumps(figures, default=str))
 
 
