@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm-gib", type=float, help="for vLLM; else that of the weights and 10")
     parser.add_argument("--limit-gib", type=float, help="of the GPU, for all that PyTorch allocates")
     parser.add_argument("--output", help="JSON file for the figures")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)  # of one process
+    parser.add_argument("--way", choices=[*WAYS, "make"], help=argparse.SUPPRESS)  # of one process
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # what processes leave for each other
     options = parser.parse_args()
     whole = options.shape is not None
@@ -92,12 +92,10 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="shared_weights"))
     try:
         if options.shape is not None:
-            command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--way", "shared"]
-            subprocess.run(command, check=True, env={**os.environ, "MAKE_MODEL": "1"})
+            run("make", folder).check_returncode()
         figures = {}
         for way in options.ways:
-            command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--way", way]
-            done = subprocess.run(command, check=False)
+            done = run(way, folder)
             written = folder / f"{way}.json"
             figures[way] = json.loads(written.read_text()) if written.exists() else {"exit": done.returncode}
             if options.output is not None:  # also where the next process breaks off
@@ -105,6 +103,11 @@ def main() -> None:
         print(json.dumps(figures, indent=1))
     finally:
         shutil.rmtree(folder)
+
+
+def run(way: str, folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--way", way]
+    return subprocess.run(command, check=False)
 
 
 def make_model(options: argparse.Namespace) -> None:
@@ -118,7 +121,7 @@ def make_model(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    if os.environ.get("MAKE_MODEL"):
+    if options.way == "make":
         make_model(options)
         return
     on_gpu = torch.cuda.is_available()
