@@ -243,7 +243,6 @@ class Definition(TrainerCallback):
                 whole.part(kept), self.sampled_steps, args.fisher_samples, lambda s, x: content_key(x), args.seed
             )
             rows = torch.tensor([kept[row // T] * T + row % T for row in rows.tolist()], dtype=torch.long)
-        leaves_rows = False
         for name, module in self.modules.items():
             V, flat = G[name].sum(1), G[name].reshape(-1, G[name].shape[2])
             layer = self.layers.setdefault(name, self.make(name))
@@ -258,8 +257,7 @@ class Definition(TrainerCallback):
             of = oracle.trained(module)
             for p, own in zip(of, (gradient * constant).split([p.numel() for p in of]), strict=True):
                 total[p] = total[p] + own.view_as(p)
-            leaves_rows |= bool(V[kept].any())
-        if by_step and kept and leaves_rows:
+        if by_step and kept:  # of zeros, where none of these has a gradient
             self.sampled_steps += 1
             for name, layer in self.layers.items():
                 layer.rows = G[name].reshape(-1, G[name].shape[2])[rows], [keys[row // T] for row in rows.tolist()]
