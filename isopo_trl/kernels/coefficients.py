@@ -365,8 +365,8 @@ def _interacting(
     """
     The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table, and the kernel behind the table.
 
-    Elimination without pivots, which the matrix `K / c0 + I` does not need: it is positive definite and its smallest
-    eigenvalue is 1.
+    The inverse of `K / c0 + I` by sweeps, without pivoting, which it does not need: it is positive definite and its
+    smallest eigenvalue is 1. A sweep leaves the matrix symmetric, so that a step looks for a row and for no column.
     """
     s = tl.arange(0, BM)
     present = s < m
@@ -385,16 +385,13 @@ def _interacting(
     keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
     unit = tl.where(c0 > 0, c0, 1.0)
     matrix = tl.where(keep[:, None] & keep[None, :], ntk / unit, 0.0) + tl.where(diagonal, 1.0, 0.0)
-    solution = tl.where(keep, A, 0.0)
     for k in range(m):
-        row = tl.sum(tl.where(s[:, None] == k, matrix, 0.0), 0)
-        column = tl.sum(tl.where(s[None, :] == k, matrix, 0.0), 1)
-        pivot = tl.sum(tl.where(s == k, row, 0.0), 0)
-        value = tl.sum(tl.where(s == k, solution, 0.0), 0)
-        factor = tl.where(s == k, 0.0, column / pivot)
-        matrix -= factor[:, None] * row[None, :]
-        solution -= factor * value
-    solution = tl.where(keep, solution / tl.sum(tl.where(diagonal, matrix, 0.0), 1), 0.0)
+        at = s == k
+        row = tl.sum(tl.where(at[:, None], matrix, 0.0), 0)
+        inverse = 1.0 / tl.sum(tl.where(at, row, 0.0), 0)
+        row = tl.where(at, -1.0, row)
+        matrix = tl.where(at[:, None] | at[None, :], 0.0, matrix) - row[:, None] * (row * inverse)[None, :]
+    solution = tl.where(keep, -tl.sum(matrix * tl.where(keep, A, 0.0)[:, None], 0), 0.0)
     if VARIANT & PAPER:
         solution = solution / unit * tl.load(settings + AT_FACTOR)
     kernels = table + tl.load(settings + AT_LAYERS).to(tl.int64) * TABLE_ROWS * m + index * m * m
