@@ -355,7 +355,7 @@ def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, inde
     m, outputs, d = V.shape
     size = outputs * d
     plan = _ntk_plan(cut, programs, (finish, size % 16 == 0, variant), V.dtype, V.device)
-    launch(_ntk_kernel, plan, (V, sums), (m, adds, ends, cut.group(programs), index, size), fixed)
+    launch(_ntk_kernel, plan, (V, sums), (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
 
 
 @lru_cache(maxsize=4096)
