@@ -331,6 +331,7 @@ class VSums:
             _launch_ntk(V, sums, cut, programs, False, False, False, variant, Fixed((sums,) * 6), 0)
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
+            self.result.norm = self.result.ntk.diagonal() if self.rule.needs.norm else None
         else:
             sums = scratch(V, m, _norm_programs(size))
             _launch_norm(V, sums, 0, sums.shape[1], False, variant, Fixed((sums,) * 6), 0, None)
