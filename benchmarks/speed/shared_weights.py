@@ -10,8 +10,8 @@ generate the same tokens with the same log-probabilities.
     python benchmarks/speed/shared_weights.py --model DIR --output shared_weights.json
     python benchmarks/speed/shared_weights.py --model DIR --shape 8b --limit-gib 80 --output shared_weights_8b.json
 
-With `--shape` the model has random weights, and of DIR only the tokenizer is taken; there is one step, without
-`target_kl`, and no comparison.
+With `--shape` the model has random weights, and of DIR only the tokenizer is taken; there is one step, and no
+comparison.
 
 Seconds and GiB are printed as JSON: `sync_s`, of each time that vLLM got the weights of a step; `start` and
 `training`, each with the peak of what PyTorch has allocated and reserved in that part, and what was allocated, and
@@ -175,13 +175,11 @@ def make_trainer(model: str, options: argparse.Namespace):
         files = sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
         wanted = options.vllm_gib * GIB if options.vllm_gib is not None else files + 10 * GIB
         settings["vllm_gpu_memory_utilization"] = wanted / torch.cuda.mem_get_info()[1]
-    if options.shape is None:
-        settings["target_kl"] = 1e-3
     args = ISOPOConfig(
         output_dir=str(options.folder / options.way),
         rule="fisher",
         optim="sgd",
-        learning_rate=1e-3,
+        target_kl=1e-3,
         bf16_updates="stochastic",
         model_init_kwargs={"dtype": "bfloat16"},
         bf16=torch.cuda.is_available(),
