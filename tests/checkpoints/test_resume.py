@@ -30,11 +30,12 @@ def figures_by_step(trainer):
 def test_a_killed_run_resumes_with_the_same_numbers(tmp_path):
     settings = {"rule": "fig4", "regularization": 0.5, "gradient_accumulation_steps": 2, "max_steps": 6}
     settings |= {"save_strategy": "steps", "save_steps": 2, "data": tiny.prompts(64)}
-    whole, killed, again = (training.build(tmp_path / name, **settings) for name in ("whole", "killed", "killed"))
-    killed.add_callback(Kill())
+    killed = training.build(tmp_path / "killed", **settings, options={"callbacks": [Kill()]})
     with pytest.raises(Killed):
         killed.train()
-    whole.train()  # elsewhere in the random stream
+    whole = training.build(tmp_path / "whole", **settings)
+    whole.train()
+    again = training.build(tmp_path / "killed", **settings)
     again.train(resume_from_checkpoint=True)
     expected, resumed = figures_by_step(whole), figures_by_step(again)
     assert killed.state.global_step == 4 and len(resumed) == 6

@@ -6,6 +6,7 @@ A rank by itself would spend most of its time on imports.
 """
 
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -25,6 +26,7 @@ def become(number, ranks):
 
 
 if __name__ == "__main__":
+    gc.disable()  # until a rank runs, see `tests/conftest.py`
     ranks = json.loads(sys.argv[1])
     can_fork = sys.platform == "linux"
     if can_fork:
