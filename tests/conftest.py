@@ -5,15 +5,15 @@ import importlib.metadata
 import os
 
 
-# What is imported from here on is here to stay: to look through all of it for garbage takes a fifth of the imports' time
-gc.disable()
-
 # Set before transformers is imported: a test that would need the network fails at once, and says so.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
 
+
+# What is imported from here on stays: there is no garbage in it, and it would be looked through again and again
+gc.disable()
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down. So do the
