@@ -12,6 +12,9 @@ import pytest
 import torch
 
 
+# What is imported from here on stays: there is no garbage in it, and it would be looked through again and again
+gc.disable()
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Tiny tensors gain nothing from threads, and workers that each use every core slow one another down. So do the
     # processes that they start.
@@ -53,6 +56,7 @@ def pytest_collection_finish() -> None:
     # Accelerate collects garbage at the end of every run, which takes longer than the run: most of the time goes into
     # looking at what the libraries have made on import. It is here to stay, and need not be looked at.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -44,10 +44,9 @@ def test_the_weights_are_those_of_an_unbroken_run_bit_for_bit(kind, tmp_path, ca
     held = [any(path.glob("isopo_generation_*")) for path in checkpoints_in(tmp_path)]
     assert True in held and False in held and (whole.state.epoch > 1) == (kind == "slices")
     expected = dict(whole.model.named_parameters())
-    for step in (1, 5):
-        with caplog.at_level(logging.WARNING):
-            resumed = run(tmp_path, step, **settings)
-        assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters()), step
+    with caplog.at_level(logging.WARNING):
+        resumed = run(tmp_path, 5, **settings)
+    assert all(torch.equal(p, expected[name]) for name, p in resumed.model.named_parameters())
     assert "same completions" not in caplog.text
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig
 
 import isopo_trl
-from isopo_trl.validation import ValidationCallback
+from isopo_trl.validation import ValidationCallback, callback
 from tests import tiny, training
 
 
@@ -129,7 +129,8 @@ def test_any_name_is_shown_as_it_is(tmp_path):
     assert model == str(folder)
 
 
-def test_a_run_that_saves_and_validates_leaves_a_card_with_its_accuracy(tmp_path):
+def test_a_run_that_saves_and_validates_leaves_a_card_with_its_accuracy(tmp_path, monkeypatch):
+    monkeypatch.setattr(callback, "is_matplotlib_available", lambda: False)  # nobody looks at a picture
     trainer = training.build(tmp_path, tiny.save(tmp_path / "base", "qwen3"), save_strategy="steps", save_steps=2)
     trainer.add_callback(ValidationCallback(trainer, tiny.prompts(2), lambda completions, **_: [0.25, 0.75], steps=1))
     trainer.train()

@@ -1,50 +1,48 @@
 """A run that resumes goes on with the numbers of one that was not interrupted, or says what is different."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-from tests import training
-from tests.checkpoints import resume_worker
+from tests import tiny, training
 from tests.checkpoints.interrupted import SETTINGS, cut
 
 
-ROOT = Path(__file__).parents[2]
+class Killed(BaseException):
+    """Goes past all that would still be done for a run that ends."""
 
 
-def killed(*arguments):
-    """A run in a process of its own, which ends as one does that is killed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, resume_worker.__file__, *map(str, arguments), "killed"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+class Kill(TrainerCallback):
+    """Ends the run two steps past its checkpoint."""
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            raise Killed
 
 
-def steps(log):
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return {line["step"]: line for line in lines}
+def figures_by_step(trainer):
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return {line["step"]: {name: x for name, x in line.items() if "time" not in name} for line in lines}
 
 
 def test_a_killed_run_resumes_with_the_same_numbers(tmp_path):
-    killed(tmp_path / "killed", tmp_path / "killed.log")
-    resume_worker.main(tmp_path / "whole", tmp_path / "whole.log")
-    assert max(steps(tmp_path / "killed.log")) == 5 and not (tmp_path / "killed.log.pt").exists()
-    resume_worker.main(tmp_path / "killed", tmp_path / "resumed.log", "resumed")
-
-    expected, resumed = steps(tmp_path / "whole.log"), steps(tmp_path / "resumed.log")
-    assert min(resumed) > 3 and max(resumed) == 8
+    settings = {"rule": "fig4", "regularization": 0.5, "gradient_accumulation_steps": 2, "max_steps": 6}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "data": tiny.prompts(64)}
+    killed = training.build(tmp_path / "killed", **settings, options={"callbacks": [Kill()]})
+    with pytest.raises(Killed):
+        killed.train()
+    whole = training.build(tmp_path / "whole", **settings)
+    whole.train()
+    again = training.build(tmp_path / "killed", **settings)
+    again.train(resume_from_checkpoint=True)
+    expected, resumed = figures_by_step(whole), figures_by_step(again)
+    assert killed.state.global_step == 4 and len(resumed) == 6
     for step, figures in resumed.items():
         assert figures == pytest.approx(expected[step], rel=1e-6), step
-    weights, again = (torch.load(tmp_path / f"{name}.log.pt") for name in ("whole", "resumed"))
-    for name in weights:
-        torch.testing.assert_close(again[name], weights[name])
+    for p, q in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def change(folder, **entries):
@@ -85,8 +83,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(bef
     "before, now, expected",
     [
         ({}, {}, []),
-        ({}, {"regularization_decay": 0.5}, ["regularization_decay=0.9 to 0.5"]),
-        ({}, {"fisher_samples": 32}, ["fisher_samples=64 to 32", "first step goes by the microbatch"]),
+        (
+            {},
+            {"regularization_decay": 0.5, "fisher_samples": 32},
+            ["regularization_decay=0.9 to 0.5", "fisher_samples=64 to 32", "first step goes by the microbatch"],
+        ),
         (
             {"weighting": {"token_weights": "sampler", "vllm_importance_sampling_clip_max": 2.0}},
             {"token_weights": "sampler"},

@@ -17,9 +17,9 @@ def differing(model, expected):
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])  # experts one by one; a router under another name, too
-def test_a_mixture_has_the_experts_that_were_saved_when_it_resumes_and_as_the_best_model(family, tmp_path):
-    whole, resumed, best = (training.build(tmp_path, tiny.model(family), **SETTINGS, max_steps=2) for _ in range(3))
+def test_a_mixture_has_the_experts_that_were_saved_when_it_resumes_and_as_the_best_model(tmp_path):
+    """They are saved one by one, and Mixtral's router under another name, too."""
+    whole, resumed, best = (training.build(tmp_path, tiny.model("mixtral"), **SETTINGS, max_steps=2) for _ in range(3))
     whole.train()
     resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-1")
     assert not differing(resumed.model, whole.model)

@@ -6,7 +6,9 @@ A rank by itself would spend most of its time on imports.
 """
 
 import functools
+import gc
 import importlib.metadata
+import importlib.util
 import json
 import os
 import runpy
@@ -24,6 +26,7 @@ def become(number, ranks):
 
 
 if __name__ == "__main__":
+    gc.disable()  # until a rank runs, see `tests/conftest.py`
     ranks = json.loads(sys.argv[1])
     can_fork = sys.platform == "linux"
     if can_fork:
@@ -32,6 +35,12 @@ if __name__ == "__main__":
 
         import isopo_trl  # noqa: F401
 
+        if importlib.util.find_spec("deepspeed") is not None:
+            import deepspeed
+
+            # What it would compile on a machine that has a compiler, for minutes: ranks exchange without it, too
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            torch.compile(torch.nn.Identity())  # as it does on its first use, which imports the compiler
         # See `tests/conftest.py`
         importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
         for device in (torch.cuda, torch.xpu, torch.mtia):

@@ -98,6 +98,7 @@ def save_runs(run, names, output):
     """Run `run(*name.split("-"))` for each name; what came out, or the error, is in the output by name and rank."""
     torch.set_num_threads(1)
     gc.freeze()  # what the libraries have made on import need not be looked at: it takes longer than most runs
+    gc.enable()
     results = {}
     for name in names:
         try:

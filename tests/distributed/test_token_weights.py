@@ -36,22 +36,14 @@ SLOW = {
     "shard-fisher-lora-kl": "loop-fisher-lora-kl",
 }
 ZERO = {
-    "zero2-none-full-p3o": "ddp-none-full-p3o",
     "zero2-fisher-full-p3o": "ddp-fisher-full-p3o",
-    "zero2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
-    "zero2-fisher-full-kpo": "ddp-fisher-full-kpo",
-    "zero3-none-full-p3o": "ddp-none-full-p3o",
     "zero3-fisher-full-p3o": "ddp-fisher-full-p3o",
     "zero3-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
-    "zero3-fisher-full-kpo": "ddp-fisher-full-kpo",
-    "zero2-fisher-full-terms": "ddp-fisher-full-terms",
     "zero3-fisher-full-terms": "ddp-fisher-full-terms",
     "zero3-none-lora-terms-stored": "ddp-none-lora-terms",
-    "zero2-fisher-full-cispo": "ddp-fisher-full-cispo",
-    "zero2-interacting-lora-gspo": "ddp-interacting-lora-gspo",
 }
 # DeepSpeed divides what goes back by the number of accumulated microbatches, which on two ranks is one
-ACCUMULATED = {name: ZERO[name] for name in ZERO if "fisher-full" in name and not name.endswith(("kpo", "cispo"))}
+ACCUMULATED = {"zero2-fisher-full-p3o": "ddp-fisher-full-p3o", "zero3-fisher-full-terms": "ddp-fisher-full-terms"}
 if importlib.util.find_spec("deepspeed") is None:
     ZERO, ACCUMULATED = {}, {}
 

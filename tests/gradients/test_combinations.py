@@ -167,7 +167,7 @@ def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, truncated, tm
 # Resuming
 
 
-CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 4, "num_iterations": 2}
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 3, "num_iterations": 2}
 
 
 def resumed(folder, step, **settings):
@@ -180,7 +180,7 @@ def resumed(folder, step, **settings):
     "settings",
     [
         {"epsilon": 0.01, **TERMS},
-        {"token_weights": "p3o", **TERMS},
+        pytest.param({"token_weights": "p3o", **TERMS}, marks=pytest.mark.slow),
         pytest.param({"loss_type": "cispo", "epsilon_high": 1.01, "rule": "interacting"}, marks=pytest.mark.slow),
         pytest.param({"beta": 0.3, "rule": "none"}, marks=pytest.mark.slow),
     ],
@@ -197,18 +197,13 @@ def test_a_run_resumed_inside_a_generation_has_the_weights_of_an_unbroken_one(se
     assert figures[0] == figures[1]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"epsilon": 0.2}, "epsilon=None to 0.2"), ({"loss_type": "cispo"}, "loss_type='dapo' to 'cispo'")],
-    ids=str,
-)
-def test_a_loss_that_takes_the_ratio_since_is_reported(change, message, tmp_path, caplog):
+def test_a_loss_that_takes_the_ratio_since_is_reported(tmp_path, caplog):
     resumed(tmp_path, None, max_steps=2)
-    resumed(tmp_path, 2, **change)
-    assert message in caplog.text
+    resumed(tmp_path, 2, epsilon=0.2)
+    assert "epsilon=None to 0.2" in caplog.text
     caplog.clear()
-    resumed(tmp_path, 3, max_steps=4)
-    assert " to ".join(reversed(message.partition("=")[2].split(" to "))) in caplog.text
+    resumed(tmp_path, 3, loss_type="cispo", max_steps=4)
+    assert "0.2 to None" in caplog.text and "loss_type='dapo' to 'cispo'" in caplog.text
 
 
 def test_completions_without_what_the_loss_asks_for_since_are_not_used(tmp_path, caplog):
@@ -301,7 +296,7 @@ def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, l
 
 def per_sequence():
     """A Mamba mixer and adapters of every kind, with terms and with P3O's pull; most are slow."""
-    quick = [("mamba2", "terms", False), ("DoRA", "p3o", True), ("prompt tuning", "terms", False)]
+    quick = [("mamba2", "terms", False), ("DoRA", "p3o", True)]
     every = itertools.product(("mamba2", "jamba", *peft.METHODS), ("terms", "p3o"), (False, True))
     # TRL refuses it; no checkpointing; PEFT allows no second adapter as a reference
     left_out = {("LoRA on the LM head", "terms"), ("LoRA on the LM head", "p3o"), ("prefix tuning", True)}
@@ -380,7 +375,7 @@ def test_kl_in_the_reward_knows_the_reference_of_virtual_tokens(copied, tmp_path
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("known", [True, False], ids=["history", "first step"])
-@pytest.mark.parametrize("rule", ["fisher", "npg", "fig4", "euclidean", "interacting"])
+@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
 def test_noise_and_what_is_not_finite_count_at_an_expert_as_at_a_layer_of_its_own(rule, known, dtype):
     """Sequences on both sides of the threshold; one expert with a gradient that is not finite, one with a sequence."""
     # Where nothing regularises a norm, what is noise has a coefficient of 0

@@ -53,7 +53,7 @@ def assert_close(left, right, tolerance=1e-5):
     ("family", "loss_type"),
     [
         *(("llama", loss_type) for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")),
-        *(("qwen3", "dapo"), ("gemma3", "grpo"), ("gpt2", "bnpo"), ("phi3", "luspo")),
+        *(("gemma3", "grpo"), ("gpt2", "bnpo")),
     ],
 )
 def test_rule_none_gives_the_gradient_of_grpo_for_every_parameter(family, loss_type, tmp_path):
@@ -67,8 +67,8 @@ def test_rule_none_gives_the_gradient_of_grpo_for_every_parameter(family, loss_t
     [("qwen2", {"gradient_checkpointing": False}), ("gemma2", {"gradient_accumulation_steps": 2})],
 )
 def test_rule_none_trains_to_the_weights_of_grpo(family, settings, tmp_path):
-    """Three optimizer steps of real training, generation included."""
-    settings = {**settings, "max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
+    """Two optimizer steps of real training, generation included."""
+    settings = {**settings, "max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
     trainers = []
     for kind, rule in ((GRPOTrainer, {}), (ISOPOTrainer, {"rule": "none"})):  # each seeds the generations of its run
         trainers.append(made(family, tmp_path, kind, **rule, **settings))

@@ -283,7 +283,7 @@ def check_means(given, expected, case, where):
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 # Padded and packed, with and without regularisation, in each a microbatch of nothing but noise, or noise beside others
-FIXED = [*((62, dtype) for dtype in DTYPES), (72, torch.float32), (120, torch.float32)]
+FIXED = [*((62, dtype) for dtype in DTYPES), (72, torch.float32)]
 
 
 @pytest.mark.parametrize(("seed", "dtype"), FIXED, ids=str)
@@ -299,7 +299,7 @@ def test_gradients_that_are_zero_but_for_rounding_count_nowhere_in_any_random_mo
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
+@pytest.mark.parametrize("rule", ["fig4", "interacting"])
 def test_a_small_gradient_is_exact_beside_large_ones_and_noise(rule):
     """Token weights of 1, a thousandth, a millionth and less, and a sequence without a gradient at `q` and `k`."""
     sizes = torch.tensor([1.0, 1e-3, 1e-6, 1e-9, 1.0], dtype=torch.float64).unsqueeze(1)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isopo_trl.gsm8k import extract_answer, format_reward, gsm8k_reward
@@ -162,6 +162,7 @@ def test_a_number_is_read_back_exactly(number, sign, place):
     assert gsm8k_reward([text] * 2, [str(value), str(value + 1)]) == [1.0, 0.0]
 
 
+@settings(max_examples=40)
 @given(st.text(), st.text(alphabet="0123456789.,/-−+$%#eE \n\\boxed{}frac"))
 def test_no_text_raises(anything, likely):
     for text in (anything, likely, f"{anything}#### {likely}", f"\\boxed{{{likely}}}{anything}"):
@@ -184,7 +185,7 @@ def test_what_surrounds_a_number_at_any_distance_is_left_alone(before, after, fi
     assert extract_answer(filler * before + " 1,234 " + filler * after) == 1234
 
 
-MEGABYTE = 1_000_000
+LENGTH = 200_000
 SLOW = (
     "1,  1,␠  1.1,  9  9␠  1/  1␠1/1␠  1e  -  -␠$␠  (  #  {  {}  \\boxed{  \\frac{1}  \\  x  ␠  \n  ²  ½  ７  =  "
     "x␠=␠1␠=␠  is␠1␠are␠  x:␠  x:1  1␠(a)␠  (a␠  111␠  a^2␠  <<"
@@ -201,7 +202,7 @@ def test_time_is_linear_in_the_length_of_a_text(piece):
         return time.process_time() - start
 
     piece = piece.replace("␠", " ")
-    text = piece * (MEGABYTE // len(piece))
-    short = text[: MEGABYTE // 100]
+    text = piece * (LENGTH // len(piece))
+    short = text[: LENGTH // 100]
     # As many characters in a hundred pieces; a quadratic time would be a hundred times longer for the whole
     assert seconds(text) < 30 * sum(seconds(short) for _ in range(100))

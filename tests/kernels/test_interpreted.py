@@ -42,19 +42,16 @@ KERNELS = [
 ORACLE = {
     "test_gradient_is_the_definition": [
         "qwen3-full-fisher",  # norms of heads
-        "gemma3-full-fig4",  # norms of another flavour, a soft cap
-        "gemma3-full-none",
-        "gpt2-full-fisher",  # Conv1D, biases, LayerNorm
+        "gemma3-full-interacting",  # norms of another flavour, a soft cap
+        "qwen2-lora-fig4",
     ],
+    # Biases; Conv1D and LayerNorm
     "test_every_strategy_gives_the_same_gradient": ["qwen2-fig4-ghost", "gpt2-interacting-blocks"],
     "test_gradient_checkpointing_changes_nothing": ["False-interacting-full"],
-    "test_tied_embedding_and_head_are_two_uses": ["llama-fisher"],
-    "test_degenerate_microbatches": ["fig4-empty completion and zero advantage"],
     "test_packed_sequences_give_the_same_gradient_as_padded_ones": ["fisher"],
 }
 EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["gpt_oss-fig4"]}  # with biases
-UNSCALED = {"test_unscaled_term_is_added_as_it_is": ["llama-full-fisher"]}
-TOKEN_WEIGHTS = {"test_gradient_is_the_definition": ["p3o-lora-fig4"]}  # the one with LoRA
+UNSCALED = {"test_unscaled_term_where_only_some_parameters_are_trained": ["layers.1"]}  # half of a model
 KEPT_ROWS = {  # samples from before
     "test_gradient_is_the_definition_with_the_rows_of_the_step_before": [
         f"{layer}-{rule}-[1, 2]-False"
@@ -74,7 +71,6 @@ PARTS = {
     "gradients/test_oracle": ORACLE,
     "layers/test_experts": EXPERTS,
     "gradients/test_unscaled": UNSCALED,
-    "token_weights/test_gradients": TOKEN_WEIGHTS,
     "rules/test_own_rule": OWN_RULE,
     "layers/test_fisher_rows": KEPT_ROWS,
 }
@@ -82,12 +78,14 @@ PARTS = {
 # kernels have
 MORE = {
     "gradients/test_oracle": {
-        "test_gradient_is_the_definition": ["gemma3-lora-fisher", "qwen3-lora-interacting"],
+        "test_gradient_is_the_definition": ["gemma3-lora-fisher", "qwen3-lora-interacting", "gpt2-full-fisher"],
+        "test_tied_embedding_and_head_are_two_uses": ["llama-fisher"],
+        "test_degenerate_microbatches": ["fig4-empty completion and zero advantage"],
         "test_every_strategy_gives_the_same_gradient": ["qwen2-fig4-blocks"],
         "test_every_setting_enters_as_the_formula_says": ["fig4-0.3-True-paper"],
         "test_running_means_over_microbatches_and_steps": ["interacting"],
     },
-    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-npg"]},
+    "token_weights/test_gradients": {"test_gradient_is_the_definition": ["p3o-full-npg", "p3o-lora-fig4"]},
     "gradients/test_rounding_noise": {
         "test_gradients_that_are_zero_but_for_rounding_count_nowhere": ["62-torch.float32"],
     },
@@ -103,16 +101,19 @@ def nodes(parts):
     ]
 
 
-def run_interpreted(*tests):
-    """Run tests in a process of their own, and show its last lines if any fails; returns how many have passed."""
+def run_interpreted(*tests, slow=False):
+    """
+    Run tests in a process of their own, and show its last lines if any fails; returns the names of those that have
+    passed. Those that are slow elsewhere are among them, or are left out even where they are named.
+    """
     # A process of xdist's would leave its name and its options behind
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_CORE"))}
-    # Interpreted kernels read memory as NumPy does: where there is a GPU, its tensors would fail
-    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}  # on the CPU, whatever there is
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     options = [
         "-q",
-        "-rs",
+        "-rsp",
+        *(["-m", "slow or not slow"] if slow else []),
         "-p",
         "no:cacheprovider",
         "-p",
@@ -123,25 +124,25 @@ def run_interpreted(*tests):
     ]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if "only 0-dimensional arrays can be converted to Python scalars" in done.stdout:
+        pytest.skip("Triton's interpreter is older than this NumPy, which no longer makes numbers of its arrays")
     tail = "\n".join((done.stdout + done.stderr).splitlines()[-60:])
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{tail}"
-    last = done.stdout.strip().splitlines()[-1]
-    assert "skipped" not in last and "failed" not in last, done.stdout
-    return int(last.split(" passed")[0].split()[-1])
+    lines = done.stdout.strip().splitlines()
+    assert "skipped" not in lines[-1] and "failed" not in lines[-1], done.stdout
+    return {line.removeprefix("PASSED ") for line in lines if line.startswith("PASSED ")}
 
 
 def test_interpreted_kernels_agree_with_plain_pytorch_and_with_the_definition():
     """In one process, since another would import everything again."""
-    of_models = [
-        *nodes(PARTS),
-        f"tests/rules/test_own_rule.py::{LEFT}",
-    ]
-    assert run_interpreted(*KERNELS, *of_models) > 300 + len(of_models)
+    of_models = {*nodes(PARTS), f"tests/rules/test_own_rule.py::{LEFT}"}
+    passed = run_interpreted(*KERNELS, *of_models)
+    assert passed >= of_models and {node.partition("::")[0] for node in passed - of_models} == {*KERNELS}
 
 
 @pytest.mark.slow
 def test_interpreted_kernels_agree_with_the_definition_under_further_rules():
-    assert run_interpreted(*nodes(MORE)) == len(nodes(MORE))
+    assert run_interpreted(*nodes(MORE), slow=True) == {*nodes(MORE)}
 
 
 @pytest.mark.slow
@@ -153,4 +154,4 @@ def test_with_interpreted_kernels_no_gradient_depends_on_how_the_step_is_cut():
         "layers/test_fisher_rows": {of_experts: ["mixtral-True-fisher-[2, 1, 3]", "qwen3_moe-False-fig4-[2, 1, 3]"]}
     }
     every = [*(f"{test}[{case}]" for case in cases), *nodes(mixtures)]
-    assert run_interpreted(*every) == len(every)
+    assert run_interpreted(*every, slow=True) == {*every}

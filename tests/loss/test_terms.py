@@ -136,7 +136,6 @@ TOOLS = torch.tensor([[1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 0, 1], [1] * 
         ({"top_entropy_quantile": 0.4}, {"share": 0.4}),
         ({"gradient_checkpointing": True, "rule": "interacting"}, {}),
         ({"token_weights": "sampler", "vllm_importance_sampling_mode": "token_truncate"}, {}),
-        ({"token_weights": "kpo", "epsilon": 0.1, "epsilon_high": 0.2}, {}),
     ],
     ids=str,
 )
@@ -313,11 +312,10 @@ def trained_adapter():
         ("saved", None, {**BETA, "eval_strategy": "steps", "eval_steps": 2}, {"kl", "eval_kl"}),
         ("saved", None, {**BETA, "sync_ref_model": True, "ref_model_sync_steps": 2}, {"kl"}),
         (trained_adapter, None, {**BETA, **ENTROPY, "gradient_accumulation_steps": 2}, {"kl", "policy_loss"}),
-        ("qwen3", LORA, {**BETA, "loss_type": "grpo", "use_bias_correction_kl": False}, {"kl"}),
-        ("qwen3", None, {**ADAPTIVE, "gradient_accumulation_steps": 2}, {"policy_loss", "entropy_coef"}),
+        ("qwen3", LORA, {**BETA, **ADAPTIVE, "use_bias_correction_kl": False}, {"kl", "entropy_coef"}),
         ("qwen3_moe", LORA, {"router_aux_loss_coef": 0.5}, {"aux_loss"}),
     ],
-    ids=["beta", "synced", "trained adapter", "adapter off", "adaptive", "experts"],
+    ids=["beta", "synced", "trained adapter", "adapter off, adaptive", "experts"],
 )
 def test_rule_none_trains_to_the_weights_of_trl(model, options, settings, needed, saved, tmp_path):
     model = saved if model == "saved" else model

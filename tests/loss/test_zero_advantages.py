@@ -92,18 +92,19 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("loss_type", ratio_loss.LOSS_TYPES)
 def test_without_a_rule_the_weights_are_those_of_the_whole_batch(loss_type, tmp_path):
-    settings = {**ACCUMULATED, "loss_type": loss_type, "max_steps": 4}
+    steps = 4 if loss_type == "dapo" else 1  # what follows on the first is the same for all
+    settings = {**ACCUMULATED, "loss_type": loss_type, "max_steps": steps}
     if loss_type == "cispo":
         settings["epsilon_high"] = 5.0
-    generations = [generation(a, seed) for seed, a in enumerate((SOME, NONE, FEW, [0.25, -1, 1, 2, 3, -2]))]
+    generations = [generation(a, seed) for seed, a in enumerate((SOME, NONE, FEW, [0.25, -1, 1, 2, 3, -2])[:steps])]
     whole, skipped = whole_and_skipped(tmp_path, generations, **settings)
     assert_same_weights(skipped, whole)
     assert logged(skipped, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)  # which is summed in float32
     assert logged(skipped, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-9)
     # Two microbatches per step: three sequences fit into one, none into none
-    assert (whole.passes, skipped.passes) == (8, 4)
-    assert logged(skipped, "isopo/skipped_fraction") == pytest.approx([0.5, 1, 5 / 6, 0])
-    assert [len(batch["advantages"]) for batch in skipped.microbatches] == [3, 1, 3, 3]
+    assert (whole.passes, skipped.passes) == (2 * steps, steps)
+    assert logged(skipped, "isopo/skipped_fraction") == pytest.approx([0.5, 1, 5 / 6, 0][:steps])
+    assert [len(batch["advantages"]) for batch in skipped.microbatches] == [3, 1, 3, 3][:steps]
     for name in ("isopo/multiplier_mean", "isopo/effective_sequences"):
         assert logged(skipped, name) == pytest.approx(logged(whole, name))
 
@@ -118,11 +119,9 @@ def random_logps(batch):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"token_weights": "sampler", "vllm_importance_sampling_mode": "token_truncate"},
         {"token_weights": "kpo", "epsilon": 0.2, "epsilon_high": 0.2, "loss_type": "bnpo"},
         {"epsilon": 0.2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
         {"off_policy_mask_threshold": 0.1},
-        {"token_weights": "p3o"},
         {"token_weights": "p3o", "rule": "fisher"},
     ],
     ids=str,
@@ -289,7 +288,7 @@ def sampled_logps(batch):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"rule": rule} for rule in ("fisher", "npg", "fig4", "euclidean", "none")),
+        *({"rule": rule} for rule in ("fig4", "euclidean")),
         *({"rule": "none", "token_weights": weights} for weights in ("p3o", "sampler", "kpo")),
     ],
     ids=str,

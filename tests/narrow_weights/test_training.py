@@ -29,8 +29,7 @@ def bits(value):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optim": "sgd", "optim_args": "momentum=0.5"},
-        {"optim": "sgd", "bf16_updates": "stochastic"},
+        {"optim": "sgd", "optim_args": "momentum=0.5", "bf16_updates": "stochastic"},
         {"optim": "adamw_torch_fused", "adam_beta2": 0.99, "lr_scheduler_type": "linear", "max_steps": 4},
     ],
     ids=str,

@@ -275,8 +275,17 @@ def test_shortened_steps_are_of_that_length_by_enumeration(float64_throughout, t
             assert line["learning_rate"] < 0.1
 
 
-@pytest.mark.parametrize("adapter", [None, LoraConfig(r=2, target_modules="all-linear")], ids=["full", "lora"])
-@pytest.mark.parametrize("plain", [{}, {"optim": "sgd", "target_kl": "auto", "optim_args": "momentum=0.9"}], ids=str)
+@pytest.mark.parametrize(
+    ("adapter", "plain"),
+    [
+        (None, {}),
+        (
+            LoraConfig(r=2, target_modules="all-linear"),
+            {"optim": "sgd", "target_kl": "auto", "optim_args": "momentum=0.9"},
+        ),
+    ],
+    ids=["adamw, full", "sgd, lora"],
+)
 def test_a_resumed_run_goes_on_with_the_same_numbers(plain, adapter, tmp_path, monkeypatch):
     settings = {**SETTINGS, "learning_rate": 0.05, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, **plain}
     settings |= {"num_iterations": 4, "behaviour_kl": 1.0}  # in the middle of a generation

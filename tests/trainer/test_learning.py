@@ -17,8 +17,8 @@ def rewards(folder, **settings):
         reward=share_of_a,
         data=tiny.prompts(8),
         **{
-            "max_steps": 30,
-            "learning_rate": 0.02,
+            "max_steps": 20,
+            "learning_rate": 0.03,
             "lr_scheduler_type": "constant",
             "per_device_train_batch_size": 16,
             "num_generations": 8,

@@ -30,19 +30,12 @@ ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rule": "fisher", "scale": "paper"},
-        {"rule": "npg"},
-        {"rule": "fig4", "regularization": 1.0, "keep_small": True},
-        {"rule": "euclidean", "scale": "paper"},
-        {"rule": "none"},
-        {"scale_rewards": "batch"},
+        {"rule": "npg", "scale_rewards": "batch", "top_entropy_quantile": 0.2},
+        {"rule": "fig4", "regularization": 1.0, "keep_small": True, "max_grad_norm": 0.0},
+        {"rule": "euclidean", "scale": "paper", "neftune_noise_alpha": 5.0},
         {"importance_sampling_level": "sequence", "loss_type": "luspo", "num_iterations": 2},
-        {"top_entropy_quantile": 0.2},
         {"rule": "interacting", **ONE_BY_ONE, "max_completion_length": 1},
-        {**ONE_BY_ONE, "max_completion_length": 1},
         {"num_generations": 6, "gradient_accumulation_steps": 2},
-        {"max_grad_norm": 0.0},
-        {"neftune_noise_alpha": 5.0},
     ],
     ids=str,
 )
@@ -56,7 +49,7 @@ def ending(*rows):
     return fixed_rollout(lambda row: [20 + row, 30 + 3 * row, eos if row in rows else 50])
 
 
-@pytest.mark.parametrize(("rule", "loss_type"), [("fisher", "dapo"), ("interacting", "grpo"), ("none", "bnpo")])
+@pytest.mark.parametrize(("rule", "loss_type"), [("fisher", "dapo"), ("interacting", "grpo")])
 def test_nothing_moves_when_every_completion_is_truncated(rule, loss_type, tmp_path):
     settings = {"mask_truncated_completions": True, "rule": rule, "loss_type": loss_type}
     trainer = training.build(tmp_path, options={"rollout_func": ending()}, **settings)
@@ -131,27 +124,23 @@ def test_logged_loss_is_that_of_grpo_in_training(tmp_path):
 # The size of the step
 
 
-@pytest.mark.parametrize(
-    "settings, low, high",
-    [
-        ({"rule": "fisher"}, 1 / 3, 3),
-        ({"rule": "npg", "fisher_scope": "microbatch"}, 1 / 3, 3),
-        ({"rule": "npg"}, 1 / 6, 6),  # F, squared there, is smaller where a sequence's own positions are not in it
-        ({"rule": "interacting"}, 0, 1),
-    ],
-    ids=lambda x: " ".join(x.values()) if isinstance(x, dict) else "",
-)
-def test_gradient_norm_is_comparable_with_that_of_grpo(settings, low, high, tmp_path):
-    same = {"max_steps": 3, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 0.0}
+def test_gradient_norm_is_comparable_with_that_of_grpo(tmp_path):
+    same = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 0.0}
 
     def norm(**settings):
         trainer = training.build(tmp_path, max_completion_length=12, **same, **settings)
         trainer.train()
         return torch.tensor([line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line])
 
-    ratio = norm(**settings) / norm(kind=GRPOTrainer)
-    # c0 (K + c0 I)^-1 commutes with K and has no eigenvalue above one: it only makes a layer's gradient shorter
-    assert (ratio > low).all() and (ratio < high).all(), ratio
+    of_grpo = norm(kind=GRPOTrainer)
+    for rule, low, high in (
+        ("fisher", 1 / 3, 3),
+        ("npg", 1 / 6, 6),  # F, squared there, is smaller where a sequence's own positions are not in it
+        # c0 (K + c0 I)^-1 commutes with K and has no eigenvalue above one: it only makes a layer's gradient shorter
+        ("interacting", 0, 1),
+    ):
+        ratio = norm(rule=rule) / of_grpo
+        assert (ratio > low).all() and (ratio < high).all(), (rule, ratio)
 
 
 def test_metrics_of_isopo_are_logged_once_per_step_whatever_the_accumulation(tmp_path):
@@ -169,13 +158,12 @@ def test_metrics_of_isopo_are_logged_once_per_step_whatever_the_accumulation(tmp
         assert 1 <= line["isopo/effective_sequences"] <= 6
 
 
-@pytest.mark.parametrize("rule", ["fisher", "npg"])
-def test_no_layer_is_skipped_because_the_samples_missed_it(rule, tmp_path):
+def test_no_layer_is_skipped_because_the_samples_missed_it(tmp_path):
     # Long prompts and short completions: few of the positions that samples are drawn from reach the last block's
     # query, output and feed-forward weights, or the LM head
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
     inputs = oracle.random_batch([200] * 4, [5, 5, 4, 3], 100, advantages=advantages).for_trl()
-    trainer = training.prepared(training.build(tmp_path, rule=rule, gradient_checkpointing=False))
+    trainer = training.prepared(training.build(tmp_path, rule="npg", gradient_checkpointing=False))
     for _ in range(10):  # microbatches, each with its own samples
         _, gradients = training.gradients(trainer, inputs)
         skipped = [name for name, gradient in gradients.items() if not gradient.any()]

@@ -48,7 +48,7 @@ def assert_untouched(trainer, weights):
     assert trainer.isopo.current is None
 
 
-@pytest.mark.parametrize(("rule", "accumulation"), [("fisher", 1), ("interacting", 2), ("none", 2)])
+@pytest.mark.parametrize(("rule", "accumulation"), [("fisher", 1), ("none", 2)])
 def test_broken_weight_stops_the_run_before_the_optimizer_and_it_can_go_on(rule, accumulation, tmp_path):
     settings = {"rule": rule, "gradient_accumulation_steps": accumulation}
     settings["skip_zero_advantage"] = False  # so that it is known how many there are
@@ -81,9 +81,8 @@ def fragile(monkeypatch):
     registry.register_rule("fragile", Fragile)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_rule_that_returns_nan_stops_the_run_and_is_named(accumulation, tmp_path, fragile):
-    settings = {"gradient_accumulation_steps": accumulation, "skip_zero_advantage": False}
+def test_a_rule_that_returns_nan_stops_the_run_and_is_named(tmp_path, fragile):
+    settings = {"gradient_accumulation_steps": 2, "skip_zero_advantage": False}
     trainer = training.build(tmp_path, rule="fragile", options=ROLLOUT, **settings)
     message, weights = run_that_breaks(trainer, lambda: Fragile.breaks.append(True))
     assert "rule='fragile' returned coefficients that are not finite" in message and "learning rate" not in message
@@ -94,8 +93,7 @@ def test_a_rule_that_returns_nan_stops_the_run_and_is_named(accumulation, tmp_pa
 @pytest.mark.parametrize(
     ("rule", "value"),
     [
-        *(("fisher", math.nan), ("npg", math.inf), ("fig4", math.inf), ("euclidean", math.nan)),
-        *(("interacting", math.inf), ("fragile", math.nan)),
+        *(("fisher", math.nan), ("fig4", math.inf), ("interacting", math.inf), ("fragile", math.nan)),
     ],
 )
 def test_broken_gradient_stops_the_run_before_the_optimizer(rule, value, tmp_path):

@@ -14,7 +14,6 @@ from tests.trainer.test_sampling import PROMPTS, sampled, scoring_passes
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
-WEIGHTS = ["sampler", "p3o", "kpo"]
 LORA = {"peft_config": LoraConfig(r=2, lora_alpha=8, target_modules="all-linear")}
 HOT = {"generation_kwargs": {"temperature": 1.2}}
 
@@ -75,9 +74,8 @@ class Watch(ISOPOTrainer):
         ({"token_weights": "p3o", "num_iterations": 3, "options": LORA}, 3),
         ({"token_weights": "p3o", "rule": "none", "steps_per_generation": 3, "gradient_accumulation_steps": 2}, 3),
         ({"token_weights": "sampler", "temperature": 0.7, "num_iterations": 2}, 2),
-        ({"token_weights": "sampler", "rule": "none", "steps_per_generation": 3, "options": LORA}, 3),
         ({"token_weights": "kpo", "steps_per_generation": 4, "gradient_accumulation_steps": 2}, 2),
-        *(({"token_weights": weights, **HOT, "num_iterations": 2}, None) for weights in WEIGHTS),
+        ({"token_weights": "p3o", **HOT, "num_iterations": 2}, None),
     ],
     ids=name_of,
 )
@@ -198,7 +196,6 @@ BATCHING = {
     # Of four steps: microbatches, and those among the generated that are scored for an old policy
     [
         ({**ROLLOUT, "token_weights": "p3o"}, 4, 0),
-        ({**ROLLOUT, "token_weights": "p3o", "gradient_accumulation_steps": 2, "steps_per_generation": 4}, 8, 8),
         ({**ROLLOUT, "token_weights": "p3o", "gradient_accumulation_steps": 3, "steps_per_generation": 2}, 12, 12),
         ({**ROLLOUT, "num_iterations": 2}, 4, 0),
         ({**ROLLOUT, "num_iterations": 2, "epsilon": 0.2}, 4, 2),

@@ -35,7 +35,7 @@ TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_
 # When
 
 
-@pytest.mark.parametrize("every,last,expected", [(2, 3, [0, 2, 3]), (2, 4, [0, 2, 4]), (9, 2, [0, 2])])
+@pytest.mark.parametrize("every,last,expected", [(2, 3, [0, 2, 3]), (2, 2, [0, 2])])
 def test_validation_is_before_training_every_so_many_steps_and_once_at_the_end(every, last, expected, tmp_path):
     trainer, callback = validating(tmp_path, steps=every, max_steps=last, kl_prompts=2)
     trainer.train()
@@ -56,19 +56,17 @@ def test_validation_can_be_asked_for_at_any_time(tmp_path):
 
 
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize(
-    "steps,logging,expected", [(2, 1, [0, 1, 2, -2, 3, 4, -4]), (1, 2, [0, -1, 2, -2, -3, 4, -4])]
-)
+@pytest.mark.parametrize("steps,logging,expected", [(2, 1, [0, 1, 2, -2]), (1, 2, [0, -1, 2, -2])])
 def test_a_validation_is_logged_after_its_step_and_the_output_folder_has_log_and_picture(
     steps, logging, expected, tmp_path, figures
 ):
     folder = tmp_path / "new"
-    trainer, callback = validating(folder, steps=steps, max_steps=4, kl_prompts=0, logging_steps=logging)
+    trainer, callback = validating(folder, steps=steps, max_steps=2, kl_prompts=0, logging_steps=logging)
     trainer.train()
     lines = [line for line in trainer.state.log_history if "reward" in line or FIGURES[0] in line]
     assert [line["step"] if "reward" in line else -line["step"] for line in lines] == expected
     rewards, accuracies = (list(panel.lines[0].get_xdata()) for panel in figures[-1].axes)
-    assert rewards == list(range(logging, 5, logging)) and accuracies == list(range(0, 5, steps))
+    assert rewards == list(range(logging, 3, logging)) and accuracies == list(range(0, 3, steps))
     assert callback.picture == str(folder / "validation.png") and png_size(folder / "validation.png")[0] > 500
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert "train_runtime" in log[-1] and log == trainer.state.log_history  # written again at the very end
@@ -78,9 +76,9 @@ def test_a_validation_is_logged_after_its_step_and_the_output_folder_has_log_and
 @pytest.mark.parametrize("file", ["validation.png", "trainer_state.json"])
 def test_training_goes_on_where_the_curves_cannot_be_written_which_is_said_once(file, tmp_path, caplog):
     (tmp_path / file).mkdir()  # cannot be opened, as on a full disk
-    trainer, callback = validating(tmp_path, steps=1, max_steps=2, kl_prompts=0)
+    trainer, callback = validating(tmp_path, steps=1, max_steps=1, kl_prompts=0)
     trainer.train()
-    assert trainer.state.global_step == 2 and list(logged(trainer, FIGURES[0])) == [0, 1, 2]
+    assert trainer.state.global_step == 1 and list(logged(trainer, FIGURES[0])) == [0, 1]
     (said,) = [record.getMessage() for record in caplog.records if "could not be written" in record.getMessage()]
     assert str(tmp_path) in said and "Training goes on" in said
     (tmp_path / file).rmdir()
@@ -103,7 +101,6 @@ RUNS = {
     "fisher": (ISOPOTrainer, {"rule": "fisher", "logging_steps": 2}, None),
     "interacting, lora": (ISOPOTrainer, {"rule": "interacting", "kl_in_reward": True, "beta": 0.1}, 0.3),
     "grpo, lora": (GRPOTrainer, {"gradient_checkpointing": False, "logging_steps": 2}, 0.3),
-    "grpo": (GRPOTrainer, {"steps_per_generation": 2}, None),
 }
 
 
