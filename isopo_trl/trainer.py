@@ -210,15 +210,7 @@ class ISOPOTrainer(GRPOTrainer):
                 "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
                 "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
-        state = self.accelerator.state
-        is_fsdp = getattr(state, "fsdp_plugin", None) is not None
-        if args._rule().needs.direction and (is_fsdp or self.is_deepspeed_enabled):
-            raise ValueError(
-                f"rule={args.rule!r} measures each layer's gradients against a direction of all its weights, from "
-                "gradients that are whole on every rank, and "
-                + ("FSDP shards them" if is_fsdp else "DeepSpeed keeps them where no layer sees them")
-                + ": train under DDP, or take another rule ('interacting' is the nearest)."
-            )
+        refuse_sharding(args, self.accelerator)
         peft_reference.refuse_lost_part(self.model, args.beta)
         given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
         choice.refuse(args, self.model, given, self.accelerator)
@@ -783,6 +775,19 @@ class ISOPOTrainer(GRPOTrainer):
                 f"{checkpoint} has no state of the optimizer (save_only_model=True leaves it out): it starts anew, "
                 "and the run goes on differently from one that was not interrupted."
             )
+
+
+def refuse_sharding(args: ISOPOConfig, accelerator: Any) -> None:
+    """Raise for a rule that needs a direction where whole gradients are on no rank, or out of the layers' sight."""
+    state = accelerator.state
+    fsdp, deepspeed_plugin = (getattr(state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
+    if args._rule().needs.direction and (fsdp is not None or deepspeed_plugin is not None):
+        raise ValueError(
+            f"rule={args.rule!r} measures each layer's gradients against a direction of all its weights, which it "
+            "takes from gradients that are whole on every rank, and "
+            + ("FSDP shards them" if fsdp is not None else "DeepSpeed keeps them where no layer sees them")
+            + ": train under DDP, or take another rule ('interacting' is the nearest)."
+        )
 
 
 def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:

@@ -20,9 +20,10 @@ Several microbatches of a step, and ranks, solve a system each, all from the sam
 
     phi <- mu phi + mean over microbatches of v^T c
 
-Were it their sum, directions that n of them share would be corrected n times, and phi would grow from step to step
-where that is more than `2 / mu` times: at norms and biases a few microbatches are enough. So in each step phi is in
-units of the gradient times `k / n`; in the trainer, with k = 1 / n, the optimizer gets `n^2 phi`.
+Were it their sum, a direction that n of them share would be corrected n times. Beyond `1 + 1 / mu` times, a correction
+is longer than what it corrects, and phi grows from step to step without end: at norms and biases, whose few numbers
+all sequences share, a few microbatches are enough. So phi is the step's gradient times `k / n`; in the trainer, with
+k = 1 / n, the optimizer gets `n^2 phi`.
 """
 
 import math
