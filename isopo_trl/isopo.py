@@ -120,10 +120,6 @@ class ISOPO:
             *groups(self._current, model, self.layers),
             *shortcuts(self._current, model, self.layers),
         ]
-        self._parameters: dict[torch.Tensor, str] = {}  # trained ones, by their first names
-        for layer in self.layers:
-            for (holder, own), name in zip(layer.places, parameter_names(layer), strict=True):
-                self._parameters.setdefault(holder.get_parameter(own), name)
         if self.rule.needs.direction:
             self._refuse_parts()
         for layer in (*self.layers, *self._shortcuts):
@@ -410,6 +406,14 @@ class ISOPO:
 
     # A direction
 
+    def _trained(self) -> dict[torch.Tensor, str]:
+        """The trained parameters as they are now, by their first names; not kept, since FSDP2 exchanges them."""
+        found: dict[torch.Tensor, str] = {}
+        for layer in self.layers:
+            for (holder, own), name in zip(layer.places, parameter_names(layer), strict=True):
+                found.setdefault(holder.get_parameter(own), name)
+        return found
+
     def hold(self, direction: Mapping[str, torch.Tensor] | None) -> None:
         """
         Hold a direction `D`, such as the gradient of held-out problems: from the next microbatch on, the layers
@@ -427,11 +431,11 @@ class ISOPO:
         if direction is None:
             self._direction.hold({})
             return
-        named = dict(self._model.named_parameters(remove_duplicate=False))
+        named, trained = dict(self._model.named_parameters(remove_duplicate=False)), self._trained()
         found: dict[torch.Tensor, torch.Tensor] = {}
         for name, D in direction.items():
             p = named.get(name)
-            if p is None or p not in self._parameters:
+            if p is None or p not in trained:
                 raise ValueError(
                     f"`hold` was given a direction of {name!r}, which is no trained parameter of the model: give the "
                     "names that its `named_parameters` has."
@@ -455,7 +459,7 @@ class ISOPO:
         if not isinstance(self._direction, LastStep) or self._is_advanced or not self._microbatches:
             return
         assert self._loss_scale is not None
-        self._direction.advance(self._parameters, self._loss_scale / self._microbatches)
+        self._direction.advance(self._trained(), self._loss_scale / self._microbatches)
         self._is_advanced = True
 
     def _verify_loss_scale(self, loss_scale: float) -> None:
@@ -570,7 +574,7 @@ class ISOPO:
             "draws": self._draws,
             "running": running,
             "direction": (
-                self._direction.state_dict(self._parameters) if isinstance(self._direction, LastStep) else None
+                self._direction.state_dict(self._trained()) if isinstance(self._direction, LastStep) else None
             ),
             "rows": None if self._rows is None else self._rows.state_dict(),
         }
@@ -600,7 +604,7 @@ class ISOPO:
             changes = ", ".join(f"{name}={state[name]!r} to {own[name]!r}" for name in changed)
             warnings.warn(f"The saved ISOPO statistics go on with other settings: {changes}.", stacklevel=2)
         if isinstance(self._direction, LastStep):
-            self._direction.load_state_dict(state["direction"], self._parameters)
+            self._direction.load_state_dict(state["direction"], self._trained())
         self._draws = state["draws"]
         if self._rows is not None and not self._rows.load_state_dict(state["rows"]):
             logger.warning(

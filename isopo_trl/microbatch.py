@@ -20,6 +20,13 @@ from .rules.running import RunningStatistics
 from .rules.stacked import stacked_coefficients
 
 
+_NOT_PROJECTED = (
+    "Gradients are to be projected on a direction, but a kind of layer of one's own does not do so: its forward has "
+    "to call `microbatch.note_parameters`, and its backward to hand `microbatch.direction_of` to what makes its "
+    "statistics (`rescaled_linear` does both). Or take a rule that asks for no direction."
+)
+
+
 @dataclass
 class Microbatch:
     """
@@ -114,7 +121,11 @@ class Microbatch:
 
     def direction_of(self, index: int) -> Direction | None:
         """The direction of layer `index`, a tensor for each of its trained parameters, where there is one."""
-        if self.direction is None or not self.direction.is_there:
+        if self.direction is None:
+            return None
+        if index not in self._parameters:
+            raise RuntimeError(_NOT_PROJECTED)
+        if not self.direction.is_there:
             return None
         parameters = self._parameters[index]
         found = [self.direction.seen_as(p) for p in parameters]
@@ -206,11 +217,7 @@ class Microbatch:
             return statistics
         projection = statistics.projection
         if projection is None and self.direction_of(index) is not None:
-            raise RuntimeError(
-                f"A direction is held, but a layer has no projection on it ({len(self._parameters[index])} "
-                "parameters): a kind of layer of one's own has to hand `microbatch.direction_of(index)` to what makes "
-                "its statistics."
-            )
+            raise RuntimeError(_NOT_PROJECTED)
         if projection is None:
             return replace(statistics, projection=torch.zeros_like(like))
         return replace(statistics, projection=projection * self.direction.unit)

@@ -86,6 +86,12 @@ class LastStep(GivenDirection):
                 p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
             if p.grad is not None:
                 stepped.append(p)
+        if not stepped:
+            raise RuntimeError(
+                "No parameter has a gradient to which the last step's direction could be added: call `add_momentum` "
+                "or `step` after the backward passes and before `zero_grad`, and not under DeepSpeed, which keeps "
+                "gradients elsewhere."
+            )
         known = [p for p in stepped if p in self._tensors]
         if known:
             gradients: Any = [p.grad for p in known]

@@ -11,6 +11,7 @@ import isopo_trl.layers.lm_head
 from isopo_trl import ISOPO
 from isopo_trl.geometry import cost
 from isopo_trl.layers import Layer, register_layer, registry, rescaled_linear
+from isopo_trl.microbatch import Microbatch
 from tests import oracle, tiny, training
 from tests.layers import harness
 from tests.layers.harness import LAYERS, MASK, PACKED, B, Holder, T
@@ -162,6 +163,15 @@ class Product(nn.Module):
 
     def forward(self, x):
         return x @ self.kernel
+
+
+def test_a_layer_of_ones_own_that_projects_nothing_is_noticed_in_the_first_backward(monkeypatch):
+    monkeypatch.setattr(Microbatch, "note_parameters", lambda *_: None)  # as if it did not know of it
+    model = Holder(nn.Linear(3, 2))
+    isopo = ISOPO(model, "spring")
+    with pytest.raises(RuntimeError, match="`microbatch.note_parameters`"):
+        with isopo.microbatch(torch.ones(B), attention_mask=MASK):
+            model(torch.randn(B, T, 3)).sum().backward()
 
 
 @pytest.mark.parametrize("cast", [False, True])
