@@ -10,6 +10,7 @@ from trl import GRPOConfig
 from .fisher_rows.scope import valid_samples, valid_scope
 from .isopo import valid_decay
 from .narrow_weights import choice
+from .rules.direction import LastStep
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
 from .settings.ranges import verify_ranges
@@ -70,6 +71,11 @@ class ISOPOConfig(GRPOConfig):
             - `"euclidean"`: `f = 1 / N` (q = -1). A control: normalises, but not in the Fisher metric.
             - `"interacting"`: `c = (K + c0 I)^-1 A` with the layer's neural tangent kernel `K` and `c0 = lambda E[mean
               eigenvalue of K]`.
+            - `"spring"`: [SPRING](https://huggingface.co/papers/2401.10190), `interacting` with momentum: `c = (K + c0
+              I)^-1 (A - mu V phi)` and `phi <- mu phi + V^T c` for the direction `phi` of a step, which is the
+              gradient that the optimizer gets. For plain steps (`optim="sgd"`).
+            - `"proma"`: [PROMA](https://huggingface.co/papers/2601.10498), `c = A` without what the step's earlier
+              microbatches would do to the sequences of this one.
             - `"none"`: `f = 1`, plain REINFORCE.
             - The name of a rule that was added with `isopo_trl.rules.register_rule`.
         fisher_power (`float`, *optional*):
@@ -80,11 +86,19 @@ class ISOPOConfig(GRPOConfig):
             Exponent r of the relative norm `F/N`. If `None`, the rule's.
         regularization (`float`, *optional*):
             Regularisation lambda, in units of the running mean square. If `None`, `0.1`, which keeps a sequence with
-            next to no gradient at a layer from being blown up there, and `1` for `"interacting"`, for `"fig4"` and
-            whatever has exponents of more than 2 in all. `0` is the paper's formula without regularisation. Otherwise
-            between 1e-12 and 1e6, for `"interacting"` from 1e-4.
+            next to no gradient at a layer from being blown up there, and `1` for `"interacting"`, `"spring"`, `"fig4"`
+            and whatever has exponents of more than 2 in all. `0` is the paper's formula without regularisation.
+            Otherwise between 1e-12 and 1e6, for `"interacting"` and `"spring"` from 1e-4.
         regularization_decay (`float`, *optional*, defaults to `0.9`):
             Decay of the running means `E`, per optimizer step.
+        spring_decay (`float`, *optional*, defaults to `0.99`):
+            Part mu of the last step's direction that `"spring"` keeps, from 0 to below 1. `0` is `"interacting"` with
+            `scale="paper"`.
+        proma_strength (`float`, *optional*, defaults to `1.0`):
+            How many times `"proma"` takes away the projection of the accumulated gradient on the sequences of a
+            microbatch.
+        proma_bound (`float`, *optional*, defaults to `0.5`):
+            How long that projection may be, in lengths of the microbatch's own gradient; beyond it, it is shortened.
         keep_small (`bool`, *optional*, defaults to `False`):
             Regularise by `sqrt(x^2 / (lambda E[x^2]) + 1)` instead of `reg2`, as the author's code can: sequences
             whose norm is small compared with the running mean keep their size. Requires `regularization > 0`. The two
@@ -110,14 +124,15 @@ class ISOPOConfig(GRPOConfig):
             statistics and running means are those of the sequences that carry an advantage. With
             `group_microbatches`, a group is kept if one of its sequences has an advantage. Refused beside terms of the
             loss that every sequence has (`beta`, the entropy bonus, `router_aux_loss_coef`), and beside
-            `top_entropy_quantile`. If `None`, it is done wherever it is not refused, but not with `"interacting"`,
-            whose coefficients depend on all sequences of a microbatch, and not in a trainer with a `_prepare_inputs`,
-            `compute_loss` or `_compute_loss` of its own, which may use them. With `True`, these get `{}` for a
-            microbatch that is left empty.
+            `top_entropy_quantile`, and with `"spring"`. If `None`, it is done wherever it is not refused, but not with
+            `"interacting"` and `"proma"`, whose coefficients depend on all sequences of a microbatch, and not in a
+            trainer with a `_prepare_inputs`, `compute_loss` or `_compute_loss` of its own, which may use them. With
+            `True`, these get `{}` for a microbatch that is left empty.
         scale (`str`, *optional*, defaults to `"relative"`):
             `"relative"` divides `f` by `E[f x] / E[x]`, where x is the norm that the rule is about, and multiplies the
             interacting coefficients by `c0`: coefficients are of order one, so that the learning rate, `max_grad_norm`
-            and gradient accumulation mean what they mean in GRPO. `"paper"` is the formula to the letter.
+            and gradient accumulation mean what they mean in GRPO. `"paper"` is the formula to the letter, as
+            `"spring"` always is.
         token_weights (`str`, *optional*):
             How much each token of off-policy data counts, from the ratio `r = pi / pi_behaviour` to the policy that
             drew it: an older one, or the same one in other arithmetic or at another temperature. Its log-probabilities
@@ -205,7 +220,8 @@ class ISOPOConfig(GRPOConfig):
         default="fisher",
         metadata={
             "help": "How each sequence's gradient is rescaled, layer by layer: 'fisher' (1/F), 'npg' ((F/N)^-2), "
-            "'fig4' ((F/N)^-2/N), 'euclidean' (1/N), 'interacting' ((K + c0 I)^-1 A), 'none' (REINFORCE)."
+            "'fig4' ((F/N)^-2/N), 'euclidean' (1/N), 'interacting' ((K + c0 I)^-1 A), 'spring' (the same with "
+            "momentum), 'proma' (the step's earlier microbatches give way to a microbatch), 'none' (REINFORCE)."
         },
     )
     fisher_power: float | None = field(
@@ -220,12 +236,24 @@ class ISOPOConfig(GRPOConfig):
     regularization: float | None = field(
         default=None,
         metadata={
-            "help": "Regularisation lambda, in units of the running mean square. If `None`, 0.1, and 1 for 'fig4' "
-            "and 'interacting'. 0 is the paper's formula, in which a sequence with next to no gradient is blown up."
+            "help": "Regularisation lambda, in units of the running mean square. If `None`, 0.1, and 1 for 'fig4', "
+            "'interacting' and 'spring'. 0 is the paper's formula, in which a sequence with next to no gradient is "
+            "blown up."
         },
     )
     regularization_decay: float = field(
         default=0.9, metadata={"help": "Decay of the running means E, per optimizer step."}
+    )
+    spring_decay: float = field(
+        default=0.99, metadata={"help": "Part mu of the last step's direction that 'spring' keeps."}
+    )
+    proma_strength: float = field(
+        default=1.0,
+        metadata={"help": "How many times 'proma' takes away the projection of what the step has accumulated."},
+    )
+    proma_bound: float = field(
+        default=0.5,
+        metadata={"help": "How long that projection may be, in lengths of the microbatch's own gradient."},
     )
     keep_small: bool = field(
         default=False,
@@ -460,6 +488,11 @@ class ISOPOConfig(GRPOConfig):
                 bool(self.skip_zero_advantage) and self.top_entropy_quantile < 1,
                 f"skip_zero_advantage=True leaves out sequences whose tokens top_entropy_quantile="
                 f"{self.top_entropy_quantile} compares the others with: set one of the two to its default.",
+            ),
+            (
+                bool(self.skip_zero_advantage) and isinstance(self._rule().direction(), LastStep),
+                f"skip_zero_advantage=True leaves out sequences that rule={self.rule!r} holds against the last step's "
+                "direction, and steps in which it would go on alone: set skip_zero_advantage=False.",
             ),
             (
                 not self.top_entropy_quantile >= 0,

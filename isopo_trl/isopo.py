@@ -1,8 +1,9 @@
 """ISOPO on a model, for a training loop of one's own."""
 
 import logging
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,7 @@ from .geometry.sequences import Sequences, draw_samples
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
+from .rules.direction import GivenDirection, LastStep
 from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
@@ -94,6 +96,10 @@ class ISOPO:
         self._sequences = 0  # begun in this step
         self._current = CurrentMicrobatch()
         self._draws = 0
+        self._direction = self.rule.direction()
+        self._microbatches = 0  # of this step, that had a backward
+        self._loss_scale: float | None = None  # of these
+        self._is_advanced = False  # whether the step has its momentum
         self._last: tuple[Ledger, list[int]] | None = None
         self._running: RunningStatistics | None = None
         self._loaded: dict[str, Any] | None = None
@@ -114,6 +120,8 @@ class ISOPO:
             *groups(self._current, model, self.layers),
             *shortcuts(self._current, model, self.layers),
         ]
+        if self.rule.needs.direction:
+            self._refuse_parts()
         for layer in (*self.layers, *self._shortcuts):
             layer.attach()
 
@@ -230,8 +238,13 @@ class ISOPO:
                     f"`{name}` must have one entry per sequence, shape {list(advantages.shape)}, got "
                     f"{list(value.shape)}."
                 )
+        direction = self._direction if self.rule.needs.direction or self._direction.is_there else None
+        if isinstance(direction, LastStep):
+            self._verify_loss_scale(loss_scale)
         if not self._parameters_are_planned:
             self._refuse_new_parameters()
+            if direction is not None:
+                self._refuse_parts()
             self._parameters_are_planned = True
         if attention_mask is not None:
             sequences, real = Sequences.regular(B, T), attention_mask != 0
@@ -263,7 +276,9 @@ class ISOPO:
             draw=draw,
             prompts=prompts,
             signs=signs,
+            direction=direction,
         )
+        self._current.microbatch.ledger.beside_terms = isinstance(direction, LastStep)
         return self._current.microbatch
 
     def _keys(self, given: torch.Tensor | None, advantages: torch.Tensor) -> torch.Tensor:
@@ -320,10 +335,16 @@ class ISOPO:
         """Forget the optimizer step under way, which was broken off: nothing of it counts in the next one."""
         self.abort()
         self._sequences = 0
+        if isinstance(self._direction, LastStep) and self._is_advanced:
+            self._direction.forget()
+        self._start_step()
         if self._running is not None:
             self._running.forget_step()
         if self._rows is not None:
             self._rows.restart()
+
+    def _start_step(self) -> None:
+        self._microbatches, self._loss_scale, self._is_advanced = 0, None, False
 
     def _close(self) -> None:
         """Close the microbatch under way, if there is one, and take its figures into the step's."""
@@ -337,6 +358,7 @@ class ISOPO:
             self._verify_terms(microbatch)
             self.every_layer_was_reached = True
             self._last = (microbatch.ledger, microbatch.visits)
+            self._microbatches += 1
             microbatch.running.add(microbatch.ledger, list(map(bool, microbatch.visits)))
             if self._rows is not None and microbatch.draw is not None:
                 visits = zip(self._layer_of_entry, microbatch.visits, strict=True)
@@ -382,6 +404,88 @@ class ISOPO:
                 "there is lost: take the term from what the loss is computed from, or freeze these layers."
             )
 
+    # A direction
+
+    def _trained(self) -> dict[torch.Tensor, str]:
+        """The trained parameters as they are now, by their first names; not kept, since FSDP2 exchanges them."""
+        found: dict[torch.Tensor, str] = {}
+        for layer in self.layers:
+            for (holder, own), name in zip(layer.places, parameter_names(layer), strict=True):
+                found.setdefault(holder.get_parameter(own), name)
+        return found
+
+    def hold(self, direction: Mapping[str, torch.Tensor] | None) -> None:
+        """
+        Hold a direction `D`, such as the gradient of held-out problems: from the next microbatch on, the layers
+        compute `<V_s, D>`, which [`projections`] returns, and which a rule finds whose `needs` ask for it.
+
+        Args:
+            direction (`dict[str, torch.Tensor]`, *optional*):
+                Tensors of the shapes of trained parameters, by their names in the model. They are not copied. Where
+                one is left out, the direction is zero. `None` holds none.
+        """
+        if type(self._direction) is not GivenDirection:
+            raise ValueError(
+                f"rule={self.rule.name!r} has a direction of its own, and takes none from `hold`: take another rule."
+            )
+        if direction is None:
+            self._direction.hold({})
+            return
+        named, trained = dict(self._model.named_parameters(remove_duplicate=False)), self._trained()
+        found: dict[torch.Tensor, torch.Tensor] = {}
+        for name, D in direction.items():
+            p = named.get(name)
+            if p is None or p not in trained:
+                raise ValueError(
+                    f"`hold` was given a direction of {name!r}, which is no trained parameter of the model: give the "
+                    "names that its `named_parameters` has."
+                )
+            if not isinstance(D, torch.Tensor) or not D.is_floating_point() or D.shape != p.shape:
+                shown = f"{D.dtype} of shape {list(D.shape)}" if isinstance(D, torch.Tensor) else type(D).__name__
+                raise ValueError(
+                    f"The direction of {name!r} must be a tensor of numbers of shape {list(p.shape)}, got {shown}."
+                )
+            found[p] = D.detach()
+        self._refuse_parts()
+        self._direction.hold(found)
+
+    def add_momentum(self) -> None:
+        """
+        For a rule that adds to a step's gradient what it has kept of the step before (`"spring"`): add it, and keep
+        the sum. Call once per optimizer step, after the last backward and before the gradient is clipped; where
+        nothing is clipped, [`step`] does it. With other rules, nothing happens.
+        """
+        self._close()
+        if not isinstance(self._direction, LastStep) or self._is_advanced or not self._microbatches:
+            return
+        assert self._loss_scale is not None
+        self._direction.advance(self._trained(), self._loss_scale / self._microbatches)
+        self._is_advanced = True
+
+    def _verify_loss_scale(self, loss_scale: float) -> None:
+        """Raise for a constant in which a step's microbatches differ, whose gradients add up to no direction then."""
+        if self._is_advanced:
+            raise RuntimeError("A microbatch began between `add_momentum` and `step`: close the step first.")
+        if self._microbatches and self._loss_scale != loss_scale:
+            raise ValueError(
+                f"loss_scale={loss_scale:g} differs from that of the step's other microbatches, {self._loss_scale:g}, "
+                f"and rule={self.rule.name!r} keeps their sum in one unit: give all of a step the same."
+            )
+        self._loss_scale = loss_scale
+
+    def _refuse_parts(self) -> None:
+        """Refuse a direction of parameters that are not whole on a rank, since layers see them whole."""
+        for layer in self.layers:
+            for (holder, own), name in zip(layer.places, parameter_names(layer), strict=True):
+                p: Any = holder._parameters[own]
+                kind = "FSDP2" if isinstance(p, DTensor) else "DeepSpeed ZeRO-3" if hasattr(p, "ds_id") else None
+                if kind is not None:
+                    asks = f"rule={self.rule.name!r} measures" if self.rule.needs.direction else "`hold` asks for"
+                    raise ValueError(
+                        f"{asks} the gradients against a direction, which is sharded under {kind} as {name} is, while "
+                        "a layer's backward needs all of it: train under DDP, or take another rule."
+                    )
+
     # One optimizer step
 
     def step(self, grad_norm: torch.Tensor | None = None, number: int | None = None) -> dict[str, float]:
@@ -405,8 +509,17 @@ class ISOPO:
         self._close()
         if self._running is None:
             raise RuntimeError("`step` was called before any microbatch: run a forward and backward first.")
+        if isinstance(self._direction, LastStep) and grad_norm is not None and not self._is_advanced:
+            raise RuntimeError(
+                f"rule={self.rule.name!r} adds to the gradient before it is clipped: call `add_momentum` before "
+                "`clip_grad_norm_`, whose result `step` was given."
+            )
+        self.add_momentum()
         self._parameters_are_planned = False
         figures = self._running.step(grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm)
+        if isinstance(self._direction, LastStep) and not _is_whole(figures):
+            self._direction.forget()
+        self._start_step()
         if self._rows is not None:
             # Rows of a step in which nothing counts, such as a pass that only DeepSpeed needs, would all be zero
             self._rows.close(keep=figures["broken_sequences"] == 0 and self._running.sequences > 0)
@@ -460,6 +573,9 @@ class ISOPO:
             "fisher_scope": self.fisher_scope,
             "draws": self._draws,
             "running": running,
+            "direction": (
+                self._direction.state_dict(self._trained()) if isinstance(self._direction, LastStep) else None
+            ),
             "rows": None if self._rows is None else self._rows.state_dict(),
         }
 
@@ -487,6 +603,8 @@ class ISOPO:
         if changed:
             changes = ", ".join(f"{name}={state[name]!r} to {own[name]!r}" for name in changed)
             warnings.warn(f"The saved ISOPO statistics go on with other settings: {changes}.", stacklevel=2)
+        if isinstance(self._direction, LastStep):
+            self._direction.load_state_dict(state["direction"], self._trained())
         self._draws = state["draws"]
         if self._rows is not None and not self._rows.load_state_dict(state["rows"]):
             logger.warning(
@@ -513,6 +631,20 @@ class ISOPO:
         ledger, visits = self._last
         advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
         table = (ledger.table[:, 0] / advantages).cpu()
+        return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
+
+    def projections(self) -> dict[str, torch.Tensor]:
+        """
+        `<V_s, D>` of each sequence of the last microbatch, `[m]`, on the direction that is held, for each layer that
+        its backward reached, named as in [`multipliers`]. `V_s` is of the loss: it has its sign and its constants. A
+        parameter that is used twice (tied embedding and head) has two entries with the same `D`.
+        """
+        if self._last is None:
+            raise RuntimeError("`projections` was called before any microbatch had ended.")
+        ledger, visits = self._last
+        if ledger.projection is None:
+            raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
+        table = ledger.projection.cpu()
         return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
 
     # Coverage
@@ -562,6 +694,11 @@ def valid_decay(regularization_decay: float) -> float:
     return regularization_decay
 
 
+def _is_whole(figures: dict[str, float]) -> bool:
+    """Whether a step has a gradient that is finite, as far as its figures tell."""
+    return figures["broken_sequences"] == 0 and math.isfinite(figures.get("grad_norm", 0.0))
+
+
 def _world() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size(), torch.distributed.get_rank()
@@ -578,6 +715,7 @@ def _verify_form(state: Any, entries: int) -> None:
         "fisher_scope": str,
         "draws": int,
         "running": (dict, type(None)),
+        "direction": (dict, type(None)),
         "rows": (dict, type(None)),
     }
     content = state if isinstance(state, dict) else {}

@@ -1,20 +1,30 @@
 """What the backward of every layer needs to know about the microbatch it is part of."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from .fisher_rows.rows import Draw
+from .geometry.cost import Needs
 from .geometry.sequences import SampleRows, Samples, Sequences
-from .geometry.statistics import Statistics
+from .geometry.statistics import Direction, Statistics
 from .kernels.coefficients import Entry, KernelLedger, statistics_are_in_kernels
 from .kernels.rms_norm import Factors
+from .rules.direction import GivenDirection
 from .rules.ledger import Ledger
 from .rules.rule import Rule
 from .rules.running import RunningStatistics
 from .rules.stacked import stacked_coefficients
+
+
+_NOT_PROJECTED = (
+    "Gradients are to be projected on a direction, but a kind of layer of one's own does not do so: its forward has "
+    "to call `microbatch.note_parameters`, and its backward to hand `microbatch.direction_of` to what makes its "
+    "statistics (`rescaled_linear` does both). Or take a rule that asks for no direction."
+)
 
 
 @dataclass
@@ -37,8 +47,10 @@ class Microbatch:
             2`) are scored by TRL's chunked log-probabilities.
         prompts, signs (`torch.Tensor`, *optional*): `[m]`, for figures, see [`Ledger`].
         draw ([`Draw`], *optional*): which of its rows are collected for the next step, under `fisher_scope="step"`.
+        direction ([`GivenDirection`], *optional*): on which gradients are projected, where anybody asks for that.
 
     Attributes:
+        needs ([`Needs`]): the statistics to compute.
         ledger ([`Ledger`]): the coefficients so far.
         visits (`list[int]`): how often the backward pass came to each layer.
         closed (`bool`): whether the microbatch is over.
@@ -65,6 +77,8 @@ class Microbatch:
     prompts: torch.Tensor | None = None
     signs: torch.Tensor | None = None
     draw: Draw | None = None
+    direction: GivenDirection | None = None
+    needs: Needs = field(init=False)
     ledger: Ledger = field(init=False)
     visits: list[int] = field(init=False)
     closed: bool = field(init=False, default=False)
@@ -78,8 +92,10 @@ class Microbatch:
     factors: Factors = field(init=False, default_factory=Factors)
     _kernel_ledger: KernelLedger | None = field(init=False, default=None)
     _kernels_measure: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
+    _parameters: dict[int, tuple[torch.Tensor, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
+        self.needs = self.rule.needs if self.direction is None else self.rule.needs._replace(direction=True)
         self.visits = [0] * len(self.running.mean)
         self.rule_is_in_kernels = self.rule.kernel_form is not None
         self.ledger = self.running.open(self.advantages, self.loss_scale)
@@ -96,7 +112,29 @@ class Microbatch:
                 self.in_graph.append(p)
                 return
 
+    def note_parameters(self, index: int, *parameters: Any) -> None:
+        """
+        Note the trained parameters of layer `index`, or the views of them that it works with, in the order of its
+        gradients: [`direction_of`] is that of these. `None` and those that are not trained are left out.
+        """
+        if self.direction is not None:
+            self._parameters[index] = tuple(p for p in parameters if p is not None and p.requires_grad)
+
     # Inside a layer's backward
+
+    def direction_of(self, index: int) -> Direction | None:
+        """The direction of layer `index`, a tensor for each of its trained parameters, where there is one."""
+        if self.direction is None:
+            return None
+        if index not in self._parameters:
+            raise RuntimeError(_NOT_PROJECTED)
+        if not self.direction.is_there:
+            return None
+        parameters = self._parameters[index]
+        found = [self.direction.seen_as(p) for p in parameters]
+        if all(D is None for D in found):
+            return None
+        return tuple(torch.zeros_like(p) if D is None else D for p, D in zip(parameters, found, strict=True))
 
     def kernels_take(self, x: torch.Tensor) -> bool:
         """Whether Triton's kernels can take a layer's rows `x` `[N, features]`, and make the rule's coefficients."""
@@ -112,7 +150,8 @@ class Microbatch:
             # Kernels are given addresses, and would not notice what is elsewhere
             data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
             here = all(tensor.device == x.device for tensor in data)
-            known = here and self.sequences.index is None and statistics_are_in_kernels(x, m, n, self.rule.needs)
+            known = here and self.sequences.index is None and not self.needs.direction
+            known = known and statistics_are_in_kernels(x, m, n, self.rule.needs)
             self._kernels_measure[x.dtype] = known
         return known
 
@@ -158,9 +197,9 @@ class Microbatch:
         """Coefficients `[m]` of layer `index`, to which the backward has come; entered for means and log."""
         self._visit(index)
         history = self.running.expectations(index)
-        statistics = self._with_own(index, statistics)
+        statistics = self._along(index, self._with_own(index, statistics), self.ledger.advantages)
         result = self.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
-        self.ledger.record(index, result, statistics.ntk)
+        self.ledger.record(index, result, statistics.ntk, statistics.projection)
         return result.c
 
     def stack_coefficients(self, indices: range, statistics: Statistics) -> torch.Tensor:
@@ -168,9 +207,10 @@ class Microbatch:
         self._visit(indices.start, len(indices))
         entries = slice(indices.start, indices.stop)
         history, known = self.running.history[entries], self.running.serves[entries]
-        statistics = self._with_own(indices.start, statistics)
+        along = self.ledger.advantages.expand(len(indices), -1)
+        statistics = self._along(indices.start, self._with_own(indices.start, statistics), along)
         result = stacked_coefficients(self.rule, statistics, self.ledger.advantages, history, known, self.loss_scale)
-        self.ledger.record(entries, result, statistics.ntk)
+        self.ledger.record(entries, result, statistics.ntk, statistics.projection)
         return result.c
 
     def _with_own(self, index: int, statistics: Statistics) -> Statistics:
@@ -181,6 +221,17 @@ class Microbatch:
         assert statistics.overlap is not None
         added = statistics.overlap.shape[-2] - len(own)  # samples that only fill up
         return replace(statistics, own=functional.pad(own, (0, 0, 0, added)) if added else own)
+
+    def _along(self, index: int, statistics: Statistics, like: torch.Tensor) -> Statistics:
+        """The statistics of layer `index`, with the projections in their unit; zero where there is no direction."""
+        if self.direction is None:
+            return statistics
+        projection = statistics.projection
+        if projection is None and self.direction_of(index) is not None:
+            raise RuntimeError(_NOT_PROJECTED)
+        if projection is None:
+            return replace(statistics, projection=torch.zeros_like(like))
+        return replace(statistics, projection=projection * self.direction.unit)
 
     def _visit(self, index: int, count: int = 1) -> None:
         if self.closed:

@@ -45,6 +45,7 @@ from .narrow_weights.lost_steps import LostSteps
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
 from .rewards.missing import MissingRewards
+from .rules.direction import GradientSoFar, LastStep
 from .step_size import optimizers
 from .step_size.control import StepControl
 from .step_size.controller import StepSize
@@ -212,6 +213,7 @@ class ISOPOTrainer(GRPOTrainer):
                 "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
                 "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
             )
+        refuse_sharding(args, self.accelerator)
         peft_reference.refuse_lost_part(self.model, args.beta)
         given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
         choice.refuse(args, self.model, given, self.accelerator)
@@ -230,7 +232,10 @@ class ISOPOTrainer(GRPOTrainer):
     def _warnings(self) -> Iterator[str]:
         """What the user should know of the settings before training."""
         args = self.args
-        if self.isopo.rule.needs.ntk and args.per_device_train_batch_size == 1:
+        rule = self.isopo.rule
+        if rule.needs.direction:
+            yield from self._warnings_of_direction()
+        elif rule.needs.ntk and args.per_device_train_batch_size == 1:
             yield (
                 f"rule={args.rule!r} lets the sequences of a microbatch act on each other, and "
                 "per_device_train_batch_size=1 leaves each alone in its own: raise it, with fewer "
@@ -241,6 +246,22 @@ class ISOPOTrainer(GRPOTrainer):
         noise = noise_of_ratios(self.model) if self._needs_behaviour and not is_one else None
         if noise is not None:
             yield noise
+
+    def _warnings_of_direction(self) -> Iterator[str]:
+        """What the user should know of a rule that looks at a direction from before."""
+        args, direction = self.args, self.isopo.rule.direction()
+        if isinstance(direction, LastStep) and not optimizers.is_plain(self.optimizer, args):
+            yield (
+                f"rule={args.rule!r} makes a direction of its own of each step and those before, for plain gradient "
+                "steps to follow, and another optimizer turns it elsewhere: set optim='sgd' without momentum, with "
+                "target_kl (its default there) or a learning_rate of its own."
+            )
+        if isinstance(direction, GradientSoFar) and args.gradient_accumulation_steps == 1:
+            yield (
+                f"rule={args.rule!r} acts between the microbatches of a step, and gradient_accumulation_steps=1 makes "
+                "one of each step, so that nothing is left of it but rule='none': raise it, with a lower "
+                "per_device_train_batch_size for the same step, or take another rule."
+            )
 
     def _prepare_to_go_back_twice(self, settings: str) -> None:
         """For terms of the loss that no rule may rescale, which these `settings` ask for."""
@@ -351,6 +372,8 @@ class ISOPOTrainer(GRPOTrainer):
             self._forget_step()
             raise
         self.isopo.end()
+        if accelerator.sync_gradients:
+            self.isopo.add_momentum()  # to the whole gradient, before it is clipped
         if skipping is not None and skipping.is_idle and accelerator.sync_gradients:
             # As they would be if the passes had been made: the optimizer steps, by its momentum
             for p in model.parameters():
@@ -405,11 +428,14 @@ class ISOPOTrainer(GRPOTrainer):
         if self._clipping_was_said or not found:
             return
         self._clipping_was_said = True
+        letter, other = "scale='paper'", "set scale='relative', "
+        if args.scale != "paper":  # and cannot be anything else
+            letter, other = f"rule={args.rule!r}", ""
         logger.warning(
-            f"scale='paper' leaves the gradient in the units of the rule, and max_grad_norm={allowed:g} cuts it to "
+            f"{letter} leaves the gradient in the units of the rule, and max_grad_norm={allowed:g} cuts it to "
             f"{allowed / norm:.1g} of its length in this step (grad_norm={norm:,.4g}), so that every step has the "
-            "length of the bound: raise max_grad_norm to where grad_norm is, set scale='relative', or let target_kl "
-            "find how long steps are. This is said once."
+            f"length of the bound: raise max_grad_norm to where grad_norm is, {other}or let target_kl find how long "
+            "steps are. This is said once."
         )
 
     def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
@@ -754,6 +780,19 @@ class ISOPOTrainer(GRPOTrainer):
                 f"{checkpoint} has no state of the optimizer (save_only_model=True leaves it out): it starts anew, "
                 "and the run goes on differently from one that was not interrupted."
             )
+
+
+def refuse_sharding(args: ISOPOConfig, accelerator: Any) -> None:
+    """Raise for a rule that needs a direction where whole gradients are on no rank, or out of the layers' sight."""
+    state = accelerator.state
+    fsdp, deepspeed_plugin = (getattr(state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
+    if args._rule().needs.direction and (fsdp is not None or deepspeed_plugin is not None):
+        raise ValueError(
+            f"rule={args.rule!r} measures each layer's gradients against a direction of all its weights, which it "
+            "takes from gradients that are whole on every rank, and "
+            + ("FSDP shards them" if fsdp is not None else "DeepSpeed keeps them where no layer sees them")
+            + ": train under DDP, or take another rule ('interacting' is the nearest)."
+        )
 
 
 def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:

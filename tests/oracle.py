@@ -280,6 +280,10 @@ def coefficients(
     for it.
     """
     N = [v.norm().item() for v in V]
+    if rule == "proma":  # with nothing accumulated before
+        return A.to(V.dtype)
+    if rule == "spring":  # without a direction
+        rule, scale = "interacting", "paper"
     if rule == "interacting":
         N = without_noise(N, None if history is None else history["norm^2"])
         alive = [s for s in range(len(V)) if N[s] > 0]

@@ -20,6 +20,7 @@ class Needs(NamedTuple):
     overlap: bool = False
     norm: bool = False
     ntk: bool = False
+    direction: bool = False
 
 
 # Operations in the time of moving one byte: of a data-centre GPU in bf16, of a CPU in float32
@@ -50,8 +51,10 @@ def relative_costs(m: int, T: int, p: int, d: int, n: int, needs: Needs, device:
     rows = (p + d) * N * 2 * byte
     ghost = needs.overlap * (n / t_star + rows + n * N * 2 * written)
     ghost += needs.norm * (T / t_star + m * T * T * 2 * written) + needs.ntk * (N / t_star + N * N * 2 * written)
+    ghost += needs.direction * (1 + N * min(p, d) * 2 * written)
     read = m * p * d * 4 * byte
-    statistics = needs.overlap * n / T + needs.norm / T + needs.ntk * m / T + any(needs) * m * p * d * written
+    statistics = needs.overlap * n / T + (needs.norm + needs.direction) / T + needs.ntk * m / T
+    statistics += any(needs) * m * p * d * written
     # The second product of a narrow layer takes as long as its operands take to be read
     return {"ghost": ghost, "whole": statistics + any(needs) * read, "blocks": max(1, rows) + statistics}
 

@@ -20,7 +20,7 @@ import torch
 
 from .cost import WHOLE_LIMIT, Needs
 from .sequences import SampleRows, Samples, Sequences
-from .statistics import Statistics, accumulation_dtype, product, square_norms
+from .statistics import Direction, Statistics, accumulation_dtype, product, square_norms
 
 
 # What PyTorch's grouped product asks of row lengths, in elements of bfloat16
@@ -241,11 +241,17 @@ def _segment_sums(x: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 
 def routed_statistics(
-    g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing, samples: Samples | SampleRows | None, needs: Needs
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    routing: Routing,
+    samples: Samples | SampleRows | None,
+    needs: Needs,
+    direction: Direction | None = None,
 ) -> Statistics:
     """
     Statistics of every expert from products between rows: `overlap` `[E, n, m]`, `sample_norm` `[E, n]`, `norm`
-    `[E, m]`, `ntk` `[E, m, m]`.
+    `[E, m]`, `ntk` `[E, m, m]`, `projection` `[E, m]`.
 
     Args:
         g (`torch.Tensor`): `[S, p]` cotangents.
@@ -254,8 +260,12 @@ def routed_statistics(
         routing ([`Routing`]): whose the rows are.
         samples ([`Samples`] or [`SampleRows`], *optional*): sampled positions; needed for the overlap.
         needs ([`Needs`]): what to compute.
+        direction (`tuple`, *optional*): D of the matrices `[E, p, d]`, and of the biases `[E, p]` where these are
+            trained; of the biases alone where only these are.
     """
     result = Statistics()
+    if direction is not None:
+        result.projection = routing.sums(_along(g, a, bias, routing, direction).unsqueeze(1)).squeeze(2)
     if needs.overlap:
         assert samples is not None
         if isinstance(samples, SampleRows):
@@ -285,6 +295,21 @@ def routed_statistics(
             result.norm = result.ntk.diagonal(dim1=1, dim2=2)
     elif needs.norm:
         result.norm = _norms(g, a, bias, routing)
+    return result
+
+
+def _along(g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing, direction: Direction) -> torch.Tensor:
+    """`g_i . D_e phi(a_i)` of every row, `[S]`."""
+    dtype = accumulation_dtype(g.dtype)
+    result = torch.zeros(len(g), device=g.device, dtype=dtype)
+    if direction[0].dim() == 3:
+        D = direction[0].to(a.dtype)
+        if g.shape[1] <= a.shape[1]:
+            result += (routing.product(a, D.transpose(1, 2)).to(dtype) * g).sum(1)
+        else:
+            result += (routing.product(g, D).to(dtype) * a).sum(1)
+    if bias:
+        result += (direction[-1].to(dtype).index_select(0, routing.row_experts) * g).sum(1)
     return result
 
 

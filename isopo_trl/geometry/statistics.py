@@ -1,5 +1,6 @@
 r"""
-The statistics of each sequence's gradient at one layer: overlaps with sampled positions, Euclidean norm, NTK.
+The statistics of each sequence's gradient at one layer: overlaps with sampled positions, Euclidean norm, NTK, and the
+projection on a direction `D` of the weight's shape that is held from before.
 
 Rows, sequences and samples are as the package's opening page defines them. A position's gradient is the outer product
 `g_t phi(a_t)^T` with `phi(a) = a` for a linear layer, `(a, 1)` with a bias, and a one-hot vector for an embedding; so
@@ -9,6 +10,10 @@ phi(b)`:
     overlap_js = <g_j phi(a_j)^T, V_s> = sum_{t in s} (g_j . g_t) k(a_j, a_t)
     norm_s^2   = |V_s|^2               = sum_{t, t' in s} (g_t . g_t') k(a_t, a_t')
     ntk_ij     = <V_i, V_j>
+
+and the projection is a sum over positions:
+
+    projection_s = <V_s, D> = sum_{t in s} g_t . D phi(a_t)
 
 `ghost_statistics` evaluates these sums; `VStatistics` takes them from explicit `V_s`, whole or in blocks.
 """
@@ -36,6 +41,7 @@ class Statistics:
         sample_norm (`torch.Tensor`, *optional*): `[n]`, squared norm of position j's gradient, `|g_j|^2 k(a_j, a_j)`.
         norm (`torch.Tensor`, *optional*): `[m]`, `|V_s|^2`.
         ntk (`torch.Tensor`, *optional*): `[m, m]`, `<V_i, V_j>`.
+        projection (`torch.Tensor`, *optional*): `[m]`, `<V_s, D>`.
         own (`torch.Tensor`, *optional*): `[n, m]`, whether sample j is of sequence s itself, from an earlier step.
     """
 
@@ -43,7 +49,12 @@ class Statistics:
     sample_norm: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     ntk: torch.Tensor | None = None
+    projection: torch.Tensor | None = None
     own: torch.Tensor | None = None
+
+
+# The parts of a direction `D`, of the shapes of a layer's trained parameters and in their order
+Direction = tuple[torch.Tensor, ...]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -82,6 +93,10 @@ class Inputs(Protocol):
         """`k` between positions `rows` of each sequence and all positions of it, `[m, r, T]`."""
         ...
 
+    def along(self, g: torch.Tensor, direction: Direction) -> torch.Tensor:
+        """`g_t . D phi(a_t)` of every row, `[N]`, for cotangents `g` `[N, p]`."""
+        ...
+
 
 @dataclass
 class DenseInputs:
@@ -104,6 +119,20 @@ class DenseInputs:
         a = sequences.padded(self.a)
         return product(a[:, rows], a.transpose(1, 2)) + float(self.bias)
 
+    def along(self, g: torch.Tensor, direction: Direction) -> torch.Tensor:
+        weight = direction[0].to(self.a.dtype)
+        at_once = max(1, WHOLE_LIMIT // min(weight.shape))
+        parts = [_along(*rows, weight) for rows in zip(g.split(at_once), self.a.split(at_once), strict=True)]
+        result = torch.cat(parts)
+        return result + product(g, direction[1].to(g.dtype).unsqueeze(1)).squeeze(1) if self.bias else result
+
+
+def _along(g: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`g_t . D a_t` of each row, with the smaller of the two products between."""
+    if g.shape[1] <= a.shape[1]:
+        return (product(a, weight.t()) * g).sum(1)
+    return (product(g, weight) * a).sum(1)
+
 
 @dataclass
 class OneHotInputs:
@@ -123,6 +152,10 @@ class OneHotInputs:
     def within(self, sequences: Sequences, rows: slice) -> torch.Tensor:
         ids = sequences.padded(self.ids)
         return ids[:, rows].unsqueeze(2) == ids.unsqueeze(1)
+
+    def along(self, g: torch.Tensor, direction: Direction) -> torch.Tensor:
+        rows = direction[0].index_select(0, self.ids)
+        return (rows * g).sum(1, dtype=accumulation_dtype(g.dtype))
 
 
 def with_ones(x: torch.Tensor, bias: bool) -> torch.Tensor:
@@ -156,7 +189,12 @@ def overlap_with_rows(
 
 
 def ghost_statistics(
-    g: torch.Tensor, inputs: Inputs, sequences: Sequences, samples: Samples | SampleRows | None, needs: Needs
+    g: torch.Tensor,
+    inputs: Inputs,
+    sequences: Sequences,
+    samples: Samples | SampleRows | None,
+    needs: Needs,
+    direction: Direction | None = None,
 ) -> Statistics:
     """
     Statistics from products between rows; no per-sequence gradient is formed.
@@ -167,8 +205,11 @@ def ghost_statistics(
         sequences ([`Sequences`]): m sequences over the N rows.
         samples ([`Samples`] or [`SampleRows`], *optional*): needed for the overlap.
         needs ([`Needs`]): what to compute.
+        direction (`tuple`, *optional*): D, where there is one; else there is no projection.
     """
     result = Statistics()
+    if direction is not None:
+        result.projection = sequences.sums(inputs.along(g, direction))
     if needs.overlap and isinstance(samples, SampleRows):
         result.overlap, result.sample_norm = overlap_with_rows(g, inputs, sequences, samples)
     elif needs.overlap:
@@ -213,8 +254,8 @@ class VStatistics:
     """
     Statistics from explicit per-sequence gradients, given whole or in blocks of output rows.
 
-    Call `add(V, g_samples)` once a block, with `V` `[m, b, d]` the rows `b` of every `V_s` and `g_samples` `[n, b]`
-    the same outputs of the sampled cotangents.
+    Call `add(V, g_samples, D)` once a block, with `V` `[m, b, d]` the rows `b` of every `V_s`, `g_samples` `[n, b]`
+    the same outputs of the sampled cotangents, and `D` `[b, d]` those of the direction.
 
     Args:
         needs ([`Needs`]): what to compute.
@@ -226,8 +267,10 @@ class VStatistics:
         self.a_samples = a_samples
         self.result = Statistics()
 
-    def add(self, V: torch.Tensor, g_samples: torch.Tensor | None = None) -> None:
+    def add(self, V: torch.Tensor, g_samples: torch.Tensor | None = None, D: torch.Tensor | None = None) -> None:
         m, b, d = V.shape
+        if D is not None:
+            self._accumulate("projection", V.reshape(m, b * d) @ D.reshape(-1).to(V.dtype))
         if self.needs.overlap:
             assert self.a_samples is not None and g_samples is not None
             # g_j . (V_s phi(a_j)): [m * b, d] @ [d, n]
@@ -266,6 +309,7 @@ def linear_statistics(
     samples: Samples | SampleRows | None,
     needs: Needs,
     strategy: Strategy,
+    direction: Direction | None = None,
 ) -> tuple[Statistics, torch.Tensor | None]:
     """
     Statistics of a linear layer by the chosen strategy, and `V` `[m, p, d (+1)]` where the strategy keeps it.
@@ -276,10 +320,13 @@ def linear_statistics(
         bias (`bool`): whether a trainable bias takes part.
         sequences, samples, needs: as for [`ghost_statistics`].
         strategy (`str`): `"ghost"`, `"whole"` or `"blocks"`, see [`~geometry.cost.choose_strategy`].
+        direction (`tuple`, *optional*): D of the weight `[p, d]`, and of the bias `[p]` where that takes part.
     """
     if strategy == "ghost":
-        return ghost_statistics(g, DenseInputs(a, bias), sequences, samples, needs), None
-    g_samples = a_samples = None
+        return ghost_statistics(g, DenseInputs(a, bias), sequences, samples, needs, direction), None
+    g_samples = a_samples = D = None
+    if direction is not None:
+        D = torch.cat([direction[0], direction[1].unsqueeze(1)], 1) if bias else direction[0]
     if needs.overlap:
         assert samples is not None
         rows = samples if isinstance(samples, SampleRows) else SampleRows(samples.of(g), samples.of(a))
@@ -288,7 +335,7 @@ def linear_statistics(
     outputs = g.shape[1] if strategy == "whole" else block_rows(sequences.count, a.shape[1] + bias)
     V = None
     for block, V in sequence_gradients(g, a, bias, sequences, outputs):
-        statistics.add(V, None if g_samples is None else g_samples[:, block])
+        statistics.add(V, None if g_samples is None else g_samples[:, block], None if D is None else D[block])
     result = statistics.result
     if samples is not None and g_samples is not None and a_samples is not None and result.overlap is not None:
         result.sample_norm = square_norms(g_samples) * square_norms(a_samples)
@@ -298,17 +345,21 @@ def linear_statistics(
 
 
 def elementwise_statistics(
-    v: torch.Tensor, sequences: Sequences, samples: Samples | SampleRows | None, needs: Needs
+    v: torch.Tensor,
+    sequences: Sequences,
+    samples: Samples | SampleRows | None,
+    needs: Needs,
+    direction: Direction | None = None,
 ) -> tuple[Statistics, torch.Tensor]:
     """
     Statistics of an elementwise parameter (the scale or shift of a norm) and its `V` `[m, d]`.
 
     Args:
         v (`torch.Tensor`): `[N, d]`, the parameter's gradient at each position.
-        sequences, samples, needs: as for [`ghost_statistics`].
+        sequences, samples, needs, direction: as for [`ghost_statistics`].
     """
     V = sequences.padded(v).sum(1, dtype=accumulation_dtype(v.dtype))
-    result = Statistics()
+    result = Statistics(projection=projected(V, direction))
     if needs.overlap:
         assert samples is not None
         v_samples = (samples.g if isinstance(samples, SampleRows) else samples.of(v)).to(V.dtype)
@@ -322,7 +373,14 @@ def elementwise_statistics(
     return result, V
 
 
-def sequence_sample_statistics(V: torch.Tensor, needs: Needs, samples: SampleRows | None = None) -> Statistics:
+def projected(V: torch.Tensor, direction: Direction | None) -> torch.Tensor | None:
+    """`<V_s, D>` `[m]` from flat gradients `V` `[m, d]`, where there is a direction."""
+    return None if direction is None else V @ torch.cat([D.reshape(-1).to(V.dtype) for D in direction])
+
+
+def sequence_sample_statistics(
+    V: torch.Tensor, needs: Needs, samples: SampleRows | None = None, direction: Direction | None = None
+) -> Statistics:
     """
     Statistics from explicit per-sequence gradients `V` `[m, d]` where there are none per position: the samples of the
     Fisher metric are gradients of sequences, `samples` from before, or those of the sequences themselves, all of them:
@@ -339,6 +397,7 @@ def sequence_sample_statistics(V: torch.Tensor, needs: Needs, samples: SampleRow
         sample_norm=sample_norm if needs.overlap else None,
         norm=norm if needs.norm else None,
         ntk=products if needs.ntk else None,
+        projection=projected(V, direction),
     )
 
 

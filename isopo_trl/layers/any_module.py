@@ -136,6 +136,9 @@ class SequenceGroup(Layer):
     def forward(self, module: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
         taking = self._trained([*self.members, *self.watched])
         own = [holder._parameters[name] for _, (holder, name) in taking]
+        for layer in {layer.index: layer for layer, _ in taking}.values():
+            parameters = [p for (other, _), p in zip(taking, own, strict=True) if other is layer]
+            microbatch.note_parameters(layer.index, *parameters)
         self._verify_whole(taking)
         if not self.is_verified:
             self._refuse_reentrant_checkpointing()
@@ -249,7 +252,7 @@ class SequenceGroup(Layer):
                 self._verify(again, [totals[k] for k in numbers])
                 self.is_verified = True
             separated = [_Separated(self.name or "The model", g, microbatch) for g in again.cotangents]
-            if not any(microbatch.rule.needs):
+            if not any(microbatch.needs):
                 c = [microbatch.coefficients(index, Statistics()) for index in layers][0]
                 gradients = again.gradients([g.scaled(c) for g in separated], last=True)
                 for k, gradient in zip(numbers, gradients, strict=True):
@@ -261,7 +264,8 @@ class SequenceGroup(Layer):
             dtype = accumulation_dtype(per_sequence[0][own[0][1]].dtype)
             V = torch.stack([torch.cat([of_s[i].reshape(-1).to(dtype) for _, i in own]) for of_s in per_sequence])
             microbatch.collect_sequences(index, V)
-            statistics = sequence_sample_statistics(V, microbatch.rule.needs, microbatch.held(index))
+            samples, direction = microbatch.held(index), microbatch.direction_of(index)
+            statistics = sequence_sample_statistics(V, microbatch.needs, samples, direction)
             c = microbatch.coefficients(index, statistics)
             flat = (c.to(dtype) @ V).split([per_sequence[0][i].numel() for _, i in own])
             for (k, i), gradient in zip(own, flat, strict=True):

@@ -30,7 +30,8 @@ def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dt
     if by_kernel:
         entry = microbatch.open_entry(index)
         return kernel.elementwise_gradient(v, sequences, samples, entry, dtype, into=into)
-    statistics, V = elementwise_statistics(v, sequences, samples, microbatch.rule.needs)
+    direction = microbatch.direction_of(index)
+    statistics, V = elementwise_statistics(v, sequences, samples, microbatch.needs, direction)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)
 
 
@@ -78,6 +79,7 @@ class ElementwiseLayer(VectorLayer):
         names = self.parameters
         own = {name: module._parameters[name] for name in names}
         axes = self.axes(x, microbatch)
+        microbatch.note_parameters(self.index, *own.values())
         handed_out = _HandOut.apply(axes, x.dim(), self, microbatch, *own.values())
         try:
             module._parameters.update(zip(names, handed_out, strict=True))

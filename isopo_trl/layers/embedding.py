@@ -40,6 +40,7 @@ class EmbeddingLayer(Layer):
         if ids.shape == (1, T) and B > 1:
             # One row of positions for the whole batch: with one row a sequence their gradients stay apart
             ids = ids.expand(B, T)
+        microbatch.note_parameters(self.index, module.weight)
         output = _Embedding.apply(ids, module.weight, module.padding_idx, self, microbatch)
         scale = getattr(module, "embed_scale", None)
         return output if scale is None else output * _as(scale, output)
@@ -107,10 +108,11 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, grad):
         layer, microbatch = ctx.layer, ctx.microbatch
         ids, g = _rows(ctx, grad)
-        needs = microbatch.rule.needs
+        needs = microbatch.needs
         microbatch.collect(layer.index, g, a=ids)
         samples = microbatch.samples_of(layer.index)
-        statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, samples, needs)
+        direction = microbatch.direction_of(layer.index)
+        statistics = ghost_statistics(g, OneHotInputs(ids), microbatch.sequences, samples, needs, direction)
         c = microbatch.coefficients(layer.index, statistics).to(g.dtype)
         (aside,) = take_aside(ctx) or (None,)
         rows_aside = aside if len(g) <= ctx.rows else None

@@ -214,6 +214,8 @@ class ExpertsForward(Layer):
         def product(name: str, rows: torch.Tensor) -> torch.Tensor:
             W, bias = matrix_and_bias(module, name)
             stack = self.stacks.get(name)
+            if stack is not None:
+                microbatch.note_parameters(stack.index, W, bias)
             y = _ExpertProduct.apply(*_cast(module, rows, W, bias), routing, stack, microbatch)
             if name not in adapters:
                 return y
@@ -221,8 +223,10 @@ class ExpertsForward(Layer):
             h = rows
             for side, factor in factors(adapter.wrapper, adapter.name, _says(module, "is_transposed")).items():
                 # PEFT adds their product to the matrices in the type of these, whatever their own
-                operands = _cast(module, h, factor.to(W.dtype), None)
-                h = _ExpertProduct.apply(*operands, routing, getattr(adapter, side), microbatch)
+                operands, of_factor = _cast(module, h, factor.to(W.dtype), None), getattr(adapter, side)
+                if of_factor is not None:
+                    microbatch.note_parameters(of_factor.index, factor)
+                h = _ExpertProduct.apply(*operands, routing, of_factor, microbatch)
             return y + (h * adapter.wrapper.scaling[adapter.name]).to(y.dtype)
 
         return product
@@ -381,7 +385,8 @@ def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: b
         c_in_table = kernels.expert_coefficients(g, inputs, bias, routing, samples, entry)
         scaled = functools.partial(kernels.scaled, routing=routing, c=c_in_table)
     else:
-        statistics = routed_statistics(g, inputs, bias, routing, samples, microbatch.rule.needs)
+        direction = microbatch.direction_of(stack.index)
+        statistics = routed_statistics(g, inputs, bias, routing, samples, microbatch.needs, direction)
         c = microbatch.stack_coefficients(stack.indices, statistics).to(g.dtype)
         scaled = functools.partial(routing.scaled, c=c)
     of_terms, ctx.rows_of_terms = ctx.rows_of_terms, None

@@ -36,6 +36,8 @@ class FunctionalLinearLayer(LinearLayer):
         def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return _Linear.apply(*autocast(x, weight, bias), self, microbatch)
 
+        # What the product is called with may be casts of them
+        microbatch.note_parameters(self.index, module.weight, module._parameters.get("bias"))
         with LinearCalls(module.weight, product) as calls:
             output = type(module).forward(module, x, *args, **kwargs)
         calls.verify_once(self.name)
@@ -89,6 +91,7 @@ class FunctionalLoRA(Layer):
         verify_active(self.wrapper, self.adapter, self.name)
         for factor in self.factors.values():
             microbatch.add_to_graph(factor.module)
+            microbatch.note_parameters(factor.index, factor.module.get_parameter("weight"))
         scaling = self.wrapper.scaling[self.adapter]
 
         def linear(x: torch.Tensor, side: str) -> torch.Tensor:

@@ -27,6 +27,7 @@ class LayerNormLayer(VectorLayer):
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
+        microbatch.note_parameters(self.index, weight, bias)
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # As autocast does for layer norms
             x, weight, bias = x.float(), *(p if p is None else p.float() for p in (weight, bias))

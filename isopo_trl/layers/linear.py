@@ -80,6 +80,7 @@ def rescaled_linear(
         layer ([`Layer`]): the layer.
         microbatch ([`Microbatch`]): the one under way.
     """
+    microbatch.note_parameters(layer.index, weight, bias)
     x, weight, bias = autocast(x, weight, bias)
     if not is_recomputing():
         return _Linear.apply(x, weight, bias, layer, microbatch)
@@ -224,7 +225,7 @@ def linear_gradient(
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         alone = elementwise_gradient(g, index, microbatch, dtype)
         return None, alone if terms.bias is None else terms.bias.add_(alone)
-    sequences, needs, draw = microbatch.sequences, microbatch.rule.needs, microbatch.draw
+    sequences, needs, draw = microbatch.sequences, microbatch.needs, microbatch.draw
     samples = microbatch.samples_of(index)
     kernels = g.dtype == a.dtype and microbatch.kernels_measure(g) and (draw is None or _is_of(samples, g.dtype))
     explicit = needs.norm or needs.ntk  # gradients V_s may be needed
@@ -245,7 +246,8 @@ def linear_gradient(
         microbatch.coefficients(index, statistics)
         c = microbatch.entry(index)
     else:
-        statistics, V = linear_statistics(g, a, bias, sequences, samples, needs, strategy)
+        direction = microbatch.direction_of(index)
+        statistics, V = linear_statistics(g, a, bias, sequences, samples, needs, strategy, direction)
         c = microbatch.coefficients(index, statistics)
     if V is not None:
         return _with_terms(_combined(V, c, dtype), rows, terms)
@@ -265,7 +267,7 @@ def _coefficients_by_kernels(
 ) -> tuple[Entry, torch.Tensor | None]:
     """The coefficients, by Triton's kernels, and `V` `[m, p, d (+1)]` where the strategy forms it whole."""
     g, a, _, _, bias = rows
-    sequences, needs = microbatch.sequences, microbatch.rule.needs
+    sequences, needs = microbatch.sequences, microbatch.needs
     entry = microbatch.open_entry(index)
     if not (needs.norm or needs.ntk):
         if not needs.overlap:  # the coefficients are there already

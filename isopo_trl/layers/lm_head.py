@@ -19,6 +19,7 @@ from ..geometry.cost import WHOLE_LIMIT, Needs, Strategy, aligned, block_rows, c
 from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import (
     DenseInputs,
+    Direction,
     Statistics,
     VStatistics,
     accumulation_dtype,
@@ -82,6 +83,8 @@ class LMHeadLayer(LinearLayer):
         microbatch = self.microbatch
         assert microbatch is not None
         microbatch.in_graph.append(args[HEAD_WEIGHT])
+        module: Any = self.module
+        microbatch.note_parameters(self.index, module.weight, module.bias)
         return _ChunkedLMHead.apply(*args, self, microbatch)
 
 
@@ -90,7 +93,7 @@ def head_strategy(m: int, T: int, p: int, d: int, n: int, needs: Needs, device: 
     As for any linear layer, but overlaps always come from products between rows, and those between all rows, which the
     norm would need, have to be kept from one part of the vocabulary to the next.
     """
-    strategy = choose_strategy(m, T, p, d, n, needs._replace(overlap=False), device)
+    strategy = choose_strategy(m, T, p, d, n, needs._replace(overlap=False, direction=False), device)
     if strategy == "ghost" and (needs.ntk or (needs.norm and m * T * T > WHOLE_LIMIT)):
         return "blocks"
     return strategy
@@ -181,7 +184,7 @@ class _ChunkedLMHead(torch.autograd.Function):
     @staticmethod
     @layer_backward(_backward_of_term)
     def backward(ctx, grad_logprobs, grad_entropy, *_):
-        if grad_entropy is not None and any(ctx.microbatch.rule.needs):
+        if grad_entropy is not None and any(ctx.microbatch.needs):
             raise RuntimeError(
                 "A gradient of the entropy reached the LM head in the loss's own pass, where the rule would rescale "
                 "it: give the entropy to `ISOPO.unscaled`, or detach it."
@@ -196,7 +199,7 @@ class _ChunkedLMHead(torch.autograd.Function):
 def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight, needs_bias):
     hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
     sequences, microbatch = ctx.sequences, ctx.microbatch
-    index, needs = ctx.layer.index, microbatch.rule.needs
+    index, needs = ctx.layer.index, microbatch.needs
     vocab, d = weight.shape
     a = hidden.to(ctx.compute_dtype)
     slots = None
@@ -211,7 +214,8 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         if slots is not None:
             slots.put_nothing()
         none = a.new_zeros
-        microbatch.coefficients(index, Statistics(none(1, m), none(1), none(m), none(m, m)))
+        along = None if microbatch.direction is None else none(m)
+        microbatch.coefficients(index, Statistics(none(1, m), none(1), none(m), none(m, m), along))
         parts = ((needs_hidden, hidden), (needs_weight, weight), (needs_bias, bias))
         return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
 
@@ -240,7 +244,7 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
             total = tile.sum(0, dtype=accumulation_dtype(tile.dtype)) if c is None else product(tile.t(), c)[:, 0]
             grad_bias[part] = grad_bias[part] + total if add else total
 
-    sums = _HeadStatistics(a, needs_bias, sequences, samples, microbatch.rule, strategy)
+    sums = _HeadStatistics(a, needs_bias, sequences, samples, microbatch, strategy, microbatch.direction_of(index))
     if slots is not None:
         slots.put("a", a)
     known = scaled = ones = None
@@ -287,17 +291,30 @@ class _HeadStatistics:
     Args:
         a (`torch.Tensor`): `[N, d]`, the hidden states.
         bias (`bool`): whether a bias is trained.
-        sequences, samples, rule, strategy: as elsewhere.
+        sequences, samples, strategy: as elsewhere.
+        microbatch ([`Microbatch`]): the rest.
+        direction (`tuple`, *optional*): D of the weight `[p, d]`, and of the bias `[p]`.
     """
 
-    def __init__(self, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Any, rule: Rule, strategy: str):
-        self.sequences, self.samples, self.needs = sequences, samples, rule.needs
+    def __init__(
+        self,
+        a: torch.Tensor,
+        bias: bool,
+        sequences: Sequences,
+        samples: Any,
+        microbatch: Microbatch,
+        strategy: str,
+        direction: Direction | None,
+    ):
+        rule, self.needs = microbatch.rule, microbatch.needs
+        self.sequences, self.samples, self.direction = sequences, samples, direction
         self.from_before = isinstance(samples, SampleRows)
         self.inputs = DenseInputs(a, bias)
         self.products: Any = 0.0
         self.norms: Any = 0.0
         self.pairs: Any = 0.0
-        self.explicit = strategy != "ghost" and (rule.needs.norm or rule.needs.ntk)
+        self.along: Any = 0.0
+        self.explicit = strategy != "ghost" and (self.needs.norm or self.needs.ntk)
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
             without_overlap = self.needs._replace(overlap=False)
@@ -313,6 +330,9 @@ class _HeadStatistics:
             of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
             self.products = self.products + product(of_samples, tile.t())
             self.norms = self.norms + square_norms(of_samples)
+        if self.direction is not None:  # g^T D of each row, to be taken times its input when it is whole
+            of_part = _with_bias(self.direction, part).to(tile.dtype)
+            self.along = self.along + product(tile, of_part)
         if self.explicit:
             V = product(self.sequences.padded(tile).transpose(1, 2), self.a_padded)
             self.from_V.add(V)
@@ -324,6 +344,9 @@ class _HeadStatistics:
 
     def result(self) -> Statistics:
         statistics = self.from_V.result if self.explicit else Statistics()
+        if self.direction is not None:
+            rows = with_ones(self.inputs.a, self.inputs.bias)
+            statistics.projection = self.sequences.sums((self.along * rows).sum(1))
         if self.needs.overlap and self.from_before:
             of_samples = self.samples.inputs
             statistics.overlap = self.sequences.sums(self.products * self.inputs.with_others(of_samples))
@@ -337,6 +360,12 @@ class _HeadStatistics:
         if self.needs.norm and not self.explicit:
             statistics.norm = (self.pairs * self.inputs.within(self.sequences, slice(None))).sum((1, 2))
         return statistics
+
+
+def _with_bias(direction: Direction, part: slice) -> torch.Tensor:
+    """That part of a direction's rows, `[width, d]`, with the bias's as one more column, `[width, d + 1]`."""
+    weight, *bias = (D[part] for D in direction)
+    return torch.cat([weight, bias[0].unsqueeze(1)], 1) if bias else weight
 
 
 def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):

@@ -77,6 +77,8 @@ class LoRALinear(Layer):
         if args or kwargs or mixed or cast.dtype != weight.dtype or (bias is not None and bias.dtype != cast.dtype):
             return type(module).forward(module, x, *args, **kwargs)
         microbatch.add_to_graph(self.A.module)
+        microbatch.note_parameters(self.A.index, A)
+        microbatch.note_parameters(self.B.index, B)
         return _LoRA.apply(cast, weight, bias, A, B, module.scaling[self.adapter], self, microbatch)
 
     def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -47,8 +47,8 @@ class Interacting(Rule):
         verify_regularization(self.regularization)
         if self.regularization < SMALLEST_REGULARIZATION:
             raise ValueError(
-                f"regularization={self.regularization:g} leaves the kernel of rule='interacting' singular to "
-                f"rounding, and its coefficients next to zero: set regularization > 0, at least "
+                f"regularization={self.regularization:g} leaves the kernel of rule={self.name or 'interacting'!r} "
+                f"singular to rounding, and its coefficients next to zero: set regularization > 0, at least "
                 f"{SMALLEST_REGULARIZATION:g} (1 is the default)."
             )
 

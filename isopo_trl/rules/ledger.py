@@ -27,6 +27,7 @@ class Ledger:
         beside_terms (`bool`): whether the gradient holds more than the rescaled one.
         table (`torch.Tensor`): `[L, 5, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
         ntk (`torch.Tensor`, *optional*): `[L, m, m]`, the kernel of each layer, in any unit, if the rule needs it.
+        projection (`torch.Tensor`, *optional*): `[L, m]`, the projections on a direction, if there are any.
     """
 
     rule: Rule
@@ -38,6 +39,7 @@ class Ledger:
     beside_terms: bool = False
     table: torch.Tensor = field(init=False)
     ntk: torch.Tensor | None = field(init=False, default=None)
+    projection: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self):
         layers, m = len(self.history), len(self.advantages)
@@ -51,13 +53,23 @@ class Ledger:
         if not any(self.rule.needs):
             self.table[:, 0] = self.advantages
 
-    def record(self, index: int | slice, result: Coefficients, ntk: torch.Tensor | None = None) -> None:
-        """Enter the coefficients of layer `index`, or of several layers, and the kernel that they are made of."""
+    def record(
+        self,
+        index: int | slice,
+        result: Coefficients,
+        ntk: torch.Tensor | None = None,
+        projection: torch.Tensor | None = None,
+    ) -> None:
+        """Enter the coefficients of layer `index`, or of several layers, and the statistics that are kept of them."""
         nothing = self._nothing
         rows = [(nothing if x is None else x.to(nothing.dtype)).expand_as(result.c) for x in result]
         torch.stack(rows, dim=-2, out=self.table[index])
         if self.ntk is not None and ntk is not None:
             self.ntk[index] = ntk
+        if projection is not None:
+            if self.projection is None:
+                self.projection = self.table.new_zeros(self.table.shape[0], self.table.shape[2])
+            self.projection[index] = projection
 
 
 def expectations_of(history: torch.Tensor) -> Expectations:

@@ -14,6 +14,7 @@ import torch
 from ..geometry.cost import Needs
 from ..geometry.statistics import Statistics
 from ..settings.types import type_fields
+from .direction import GivenDirection
 
 
 SCALES = ("relative", "paper")
@@ -136,6 +137,10 @@ class Rule(ABC):
                 of it from one step to the next (a shorter last accumulation window) is not mistaken for a change of
                 the gradients.
         """
+
+    def direction(self) -> GivenDirection:
+        """Where the direction of `needs.direction` comes from: what [`~isopo.ISOPO.hold`] was given."""
+        return GivenDirection()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class RunningStatistics:
         self.proportions = [0.0] * layers
         self.sequences = 0.0
         self._diagnostics = Diagnostics(rule, decay, parts or [], self.mean)
-        self._is_own = rule.kernel_form is None  # not one of the package's
+        self._is_own = not type(rule).__module__.startswith(f"{__package__}.")  # the user's
         self.by_rows = [False] * layers
         self._of_rows = [False] * layers  # what the history is of
         self._refresh()

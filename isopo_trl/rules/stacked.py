@@ -9,7 +9,7 @@ from .ledger import expectations_of
 from .rule import Coefficients, Expectations, Rule
 
 
-_STATISTICS = ("overlap", "sample_norm", "norm", "ntk")
+_STATISTICS = ("overlap", "sample_norm", "norm", "ntk", "projection")
 
 
 def stacked_coefficients(

@@ -33,7 +33,7 @@ def verify_own_rule(rule: Rule) -> None:
         if used is None:
             return  # a mistake of another kind, which the first backward pass will show where it is
         raise ValueError(
-            f"{name} uses a statistic that it does not ask for, which is None then: set `needs = {used}`."
+            f"{name} uses a statistic that it does not ask for, which is None then: set `needs = {_as_written(used)}`."
         ) from error
     except Exception:  # as above; or it looks at more than it is tried with
         return
@@ -48,12 +48,17 @@ def verify_own_rule(rule: Rule) -> None:
                 else f" from statistics that are ({c.tolist()} for five sequences, the last of which has no gradient)."
             )
         )
-    degree = _found_degree(rule)
+    # What power of it a direction carries, depends on what it was made of
+    degree = None if rule.needs.direction else _found_degree(rule)
     if degree is not None and abs(degree - rule.degree) > _TOLERANCE:
         raise ValueError(
             f"{name} says that a constant factor of the loss is in its coefficients to the power degree="
             f"{rule.degree:g}, but it is there to the power {degree:g}: set `degree = {degree:g}`."
         )
+
+
+def _as_written(needs: Needs) -> str:
+    return f"Needs({', '.join(f'{name}=True' for name, asked in needs._asdict().items() if asked)})"
 
 
 def _coefficients(rule: Rule, needs: Needs, factor: float = 1.0) -> torch.Tensor:
@@ -69,6 +74,8 @@ def _coefficients(rule: Rule, needs: Needs, factor: float = 1.0) -> torch.Tensor
         given.norm = ntk.diagonal().clone()
     if needs.ntk:
         given.ntk = ntk
+    if needs.direction:
+        given.projection = V @ torch.randn(7, generator=generator, dtype=torch.float64)
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.5, 1.0], dtype=torch.float64)
     return copy.deepcopy(rule).coefficients(given, advantages, None).c
 
@@ -76,7 +83,8 @@ def _coefficients(rule: Rule, needs: Needs, factor: float = 1.0) -> torch.Tensor
 def _used_unasked(rule: Rule) -> Needs | None:
     """What a rule has to ask for as well, to be computed at all; `None` where that is not what is wrong."""
     more = [rule.needs._replace(**{name: True}) for name in Needs._fields]
-    for needs in (*more, Needs(True, True, rule.needs.ntk), Needs(True, True, True)):
+    both = rule.needs._replace(overlap=True, norm=True)
+    for needs in (*more, both, Needs(True, True, True, rule.needs.direction), Needs(True, True, True, True)):
         other = copy.deepcopy(rule)
         other.__dict__.pop("needs", None)  # where that is cached
         # It goes by what it asks for

@@ -5,6 +5,8 @@ by the names that transformers has for them and, where an optimizer is given as 
 
 from typing import Any
 
+import torch
+
 
 _IN_BACKWARD = "it moves each weight during the backward pass, so that there is no step to measure or take back"
 _BETWEEN = "its weights lie between two other points that it keeps, and would not if they were moved"
@@ -22,6 +24,13 @@ REFUSED = {
 # The same by the names of classes, which may not be installed
 _CLASSES_IN_BACKWARD = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}
 _CLASSES_WITH_COPIES = {"CPUOffloadOptimizer"}
+
+
+def is_plain(optimizer: Any, args: Any) -> bool:
+    """Whether steps go along the gradient: by SGD without momentum, given as an object or else by `optim`."""
+    if optimizer is not None:
+        return isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in optimizer.param_groups)
+    return str(getattr(args.optim, "value", args.optim)) == "sgd" and "momentum" not in str(args.optim_args or "")
 
 
 def refusal_by_name(optim: str, given: str, has_target: bool) -> str | None:

@@ -24,6 +24,7 @@ RUNS += ["overflow-fisher-full", "overflowfsdp-fisher-full"]
 RUNS += ["target-fisher-full", "targetfsdp-fisher-full", "undone-fisher-full"]
 RUNS += ["narrow-fisher-bf16", "narrowfsdp-fisher-bf16", "shards-none-bf16"]
 RUNS += ["step-fig4-full", "steptrainer-fisher-full"]
+RUNS += ["direction-spring-full", "direction-proma-lora"]
 SLOW = [
     "trainer-fisher-dora",
     "trainer-fisher-experts",
@@ -112,6 +113,16 @@ def test_ddp_trains_to_the_weights_of_one_rank(name, results, tmp_path):
     # What the noise scale is made of
     assert one["moments"].tolist() == pytest.approx(two[0]["moments"].tolist(), rel=1e-3)
     assert one["moments"].any() == (rule == "interacting")
+
+
+@pytest.mark.parametrize("name", runs("direction"))
+def test_a_direction_under_ddp_is_that_of_the_reduced_gradient_or_of_the_ranks_own(name, results):
+    """SPRING's is the same on all ranks; PROMA's is what the rank has accumulated before gradients are reduced."""
+    first, second = (result["gradients"] for result in ranks(results, name))
+    for parameter, gradient in first[0].items():
+        error = (gradient - first[1][parameter]).norm() / first[1][parameter].norm()
+        assert error < 1e-4, f"{parameter}: {error}"
+        assert torch.equal(gradient, second[0][parameter]), f"{parameter} differs between ranks"
 
 
 @pytest.mark.parametrize("name", runs("fsdp2"))

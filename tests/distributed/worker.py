@@ -3,7 +3,7 @@
 worker.py OUTPUT MODE-RULE-WEIGHTS... with the mode one of trainer, zero2, zero3, loop, fsdp2, resumed, grouped,
 skipped, skippedfsdp, skipped2, skipped3, overflow, overflow2, overflow3, overflowfsdp, target, targetfsdp, target0 to
 target3, scheduled, scheduled2, scheduled3, resumedtarget2, resumedtarget3, refused, kept, undone, narrow, narrowfsdp,
-shards, and the weights full, lora, dora or bf16, or those of a mixture of experts, experts or expertslora
+shards, direction, and the weights full, lora, dora or bf16, or those of a mixture of experts, experts or expertslora
 
 Microbatch k of the run is the same whether two ranks take one each or one rank accumulates two, so the weights must be
 the same too. `trainer` is a real `ISOPOTrainer.train()`, under DDP on two ranks, `zero2` and `zero3` the same under
@@ -19,11 +19,13 @@ cannot be. `kept` and `undone` are the same with AdamW, on two ranks under FSDP2
 former ones are computed from AdamW's moments. `narrow` is `resumed` with weights in bf16, a target and `bf16_updates`,
 `narrowfsdp` the same under FSDP2; `shards` are single steps with given gradients there. In `steptrainer`, `stepzero2`,
 `steploop`, `stepfsdp2` all is as without `step`, but for `fisher_scope="step"`; `step` is a loop in float64, for the
-oracle. In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second
+oracle. `direction` is a loop under DDP with a rule that looks at a direction, beside one whose gradients are averaged
+by hand. In `overflow`, 2 and 3 under DeepSpeed, the trainer's last rank has a gradient that overflows in the second
 step.
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
@@ -37,6 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 from trl.trainer import add_fused_lm_head
 
@@ -362,6 +365,32 @@ def loop(output, rule, weights, shard, **settings):
     return model, isopo, {"wrapped": type(model).__name__}
 
 
+def direction(rule, weights):
+    """The gradients of the last of three steps of two microbatches on each rank, under DDP and without it."""
+    if not torch.distributed.is_initialized():  # which a trainer leaves behind
+        torch.distributed.init_process_group("gloo")
+    models = [build(weights), build(weights)]
+    isopos = [ISOPO(model, rule) for model in models]
+    wrapped = DistributedDataParallel(models[0])
+    for number in range(2 * STEPS):
+        batch, last = microbatch(2 * number + RANK), number % 2 == 1
+        for model, isopo in zip((wrapped, models[1]), isopos, strict=True):
+            if not last:
+                model.zero_grad()
+            with nullcontext() if last or model is not wrapped else wrapped.no_sync():
+                with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask, loss_scale=0.5):
+                    logps = oracle.token_logps(model, batch) * oracle.token_weights(batch, "grpo", 2).float()
+                    (-logps.sum()).backward()
+        if last:
+            for p in models[1].parameters():
+                if p.requires_grad:
+                    torch.distributed.all_reduce(p.grad)
+                    p.grad /= WORLD
+            for isopo in isopos:
+                isopo.step()
+    return {"gradients": [{n: p.grad for n, p in model.named_parameters() if p.requires_grad} for model in models]}
+
+
 def step(rule, weights):
     """The gradients of the last of three steps of eight sequences, four on each rank, in float64."""
     if WORLD > 1 and not torch.distributed.is_initialized():  # which a trainer leaves behind
@@ -387,6 +416,8 @@ def step(rule, weights):
 def run(output, mode, rule, weights):
     if mode == "step":
         return step(rule, weights)
+    if mode == "direction":
+        return direction(rule, weights)
     settings = {"fisher_scope": "step"} if mode.startswith("step") else {}
     mode = mode.removeprefix("step")
     if mode == "resumed":

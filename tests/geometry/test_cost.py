@@ -18,10 +18,11 @@ def test_without_memory_traffic_costs_are_the_table(p, d, monkeypatch):
     monkeypatch.setitem(cost._BALANCE, "cpu", 0.0)
     t_star = p * d / (p + d)
     N = M * T
-    table = {  # norm, overlap, NTK: ghost, keep all V, row blocks
+    table = {  # norm, overlap, NTK, a direction: ghost, keep all V, row blocks
         NORM: (T / t_star, 0.0, 1.0),
         OVERLAP: (SAMPLES / t_star, SAMPLES / T, 1 + SAMPLES / T),
         NTK: (N / t_star, M**2 / N, 1 + M**2 / N),
+        Needs(direction=True): (1.0, 1 / T, 1 + 1 / T),
     }
     found = {needs: relative_costs(M, T, p, d, SAMPLES, needs) for needs in table}
     for needs, (ghost, kept, blocks) in table.items():
@@ -29,7 +30,7 @@ def test_without_memory_traffic_costs_are_the_table(p, d, monkeypatch):
         expected = {"ghost": ghost, "whole": kept, "blocks": blocks}
         assert found[needs] == pytest.approx(expected, abs=1 / T if needs == NORM else 1e-12)
     # Several statistics add up; blocks of V are formed once for all of them
-    together = relative_costs(M, T, p, d, SAMPLES, Needs(True, True, True))
+    together = relative_costs(M, T, p, d, SAMPLES, Needs(True, True, True, True))
     for strategy in ("ghost", "whole"):
         assert together[strategy] == pytest.approx(sum(costs[strategy] for costs in found.values()))
     assert together["blocks"] == pytest.approx(1 + together["whole"])

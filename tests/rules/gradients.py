@@ -20,7 +20,7 @@ def example(m=5, n=6, size=12, seed=0):
     return V, torch.randn(n, size, generator=generator, dtype=torch.float64)
 
 
-def statistics(V, G):
+def statistics(V, G, D=None):
     """What the layers would hand over, from the gradients themselves."""
     overlap = torch.stack([torch.stack([sum(x * y for x, y in zip(g, v, strict=True)) for v in V]) for g in G])
     return Statistics(
@@ -28,12 +28,13 @@ def statistics(V, G):
         sample_norm=torch.stack([sum(x * x for x in g) for g in G]),
         norm=torch.stack([sum(x * x for x in v) for v in V]),
         ntk=torch.stack([torch.stack([sum(x * y for x, y in zip(v, w, strict=True)) for w in V]) for v in V]),
+        projection=None if D is None else torch.stack([sum(x * y for x, y in zip(v, D, strict=True)) for v in V]),
     )
 
 
-def computed(V, G, A, rule, history=None, **kwargs):
+def computed(V, G, A, rule, history=None, D=None, **kwargs):
     history = None if history is None else given_history(history)
-    return rule.coefficients(statistics(V, G), A, history, **kwargs)
+    return rule.coefficients(statistics(V, G, D), A, history, **kwargs)
 
 
 def given_history(history):

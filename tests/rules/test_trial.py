@@ -68,9 +68,9 @@ class Root(Own):
     [
         (Plain, "degree=0, but it is there to the power -1: set `degree = -1`"),
         (Squared, "degree=-1, but it is there to the power -2: set `degree = -2`"),
-        (Unasked, r"does not ask for.*set `needs = Needs\(overlap=True, norm=True, ntk=False\)`"),
-        (UnaskedMean, r"does not ask for.*set `needs = Needs\(overlap=True, norm=True, ntk=False\)`"),
-        (UnaskedKernel, r"does not ask for.*set `needs = Needs\(overlap=True, norm=False, ntk=True\)`"),
+        (Unasked, r"does not ask for.*set `needs = Needs\(overlap=True, norm=True\)`"),
+        (UnaskedMean, r"does not ask for.*set `needs = Needs\(overlap=True, norm=True\)`"),
+        (UnaskedKernel, r"does not ask for.*set `needs = Needs\(overlap=True, ntk=True\)`"),
         (Unmasked, r"not finite for a sequence without a gradient.*return 0 there"),
         (Root, r"not finite from statistics that are \(\[.*nan"),
     ],

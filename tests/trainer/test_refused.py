@@ -21,6 +21,7 @@ from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.integrations import deepspeed
 from isopo_trl.narrow_weights import choice
 from isopo_trl.token_weights import ratio_loss, refusals
+from isopo_trl.trainer import refuse_sharding
 from tests import tiny, training
 from tests.documentation.test_docs import table
 
@@ -102,6 +103,12 @@ def in_bf16(processes=1, deepspeed_plugin=None, fsdp=0, mixed="no"):
     return lambda folder: choice.refuse(args, tiny.model("qwen3", dtype=torch.bfloat16), None, accelerator)
 
 
+def shards(rule, **plugins):
+    """A rule that needs a direction, under an engine of accelerate's that shards gradients."""
+    args = ISOPOConfig("unused", rule=rule, use_cpu=True, bf16=False, report_to=[])
+    return lambda folder: refuse_sharding(args, SimpleNamespace(state=SimpleNamespace(**plugins)))
+
+
 def compiled_by_accelerate(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # as `accelerate launch --dynamo_backend eager` does
@@ -131,6 +138,10 @@ WORDS = {
     "`beta` with a `peft_config` of PiSSA, OLoRA, CorDA, LoftQ or LoRA-GA": [
         trained(peft=LoraConfig(r=2, init_lora_weights=name, target_modules=["q_proj"]), beta=0.1)
         for name in ("pissa", "olora")
+    ],
+    '`rule="spring"` or `"proma"` under FSDP2 or DeepSpeed': [
+        shards("spring", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
+        shards("proma", deepspeed_plugin=object()),
     ],
     "prefix tuning under gradient checkpointing": [
         trained(peft=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), gradient_checkpointing=True)
@@ -218,6 +229,7 @@ OF_ROWS = [
     "take ZeRO stage 1, 2 or 3",
     "Take another optimizer",
     "needs a learning rate that it can multiply",
+    "a direction of all its weights",
     "Let it go without, or leave target_kl out",
 ]
 OF_USE = [
