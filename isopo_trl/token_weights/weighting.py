@@ -162,7 +162,7 @@ class Weighting(ABC):
     @classmethod
     def refusals_beside(cls, args: Any, chosen: "type[Weighting]") -> Iterator[tuple[bool, str]]:
         """Refusals of this weighting's settings while another one is `chosen`."""
-        given = args.given(*cls.settings)
+        given = args.given(*(name for name in cls.settings if name not in chosen.settings))
         yield (
             bool(given),
             f"{', '.join(given)} is a setting of {cls.title or cls.name}, but token_weights={chosen.name!r}: remove "
@@ -229,6 +229,15 @@ class Weighting(ABC):
         if torch.is_grad_enabled():
             self.sums = sums = sums if self.sums is None else self.sums + sums
         return sums
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` `[n]` of all ranks as one tensor, the same on each; every rank may have another number of them."""
+        longest = int(self.ranks.gather(torch.tensor([len(values)], device=values.device)).max())
+        if not longest:
+            return values
+        padded = torch.nn.functional.pad(values, (0, longest - len(values)), value=torch.nan)
+        gathered = self.ranks.gather(padded)
+        return gathered[~gathered.isnan()]
 
     def figures(self, sums: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is logged, under `off_policy/`, of the sums that [`observe`] returned."""
