@@ -37,7 +37,7 @@ WEIGHTS = {
     "dcpo": {"token_weights": "dcpo", "epsilon": 0.002, "epsilon_high": 0.003},
     "aspo": {"token_weights": "aspo"},
     "pspo": {"token_weights": "pspo"},
-    "bapo": {"token_weights": "bapo", "bapo_target": 0.9},
+    "bapo": {"token_weights": "bapo", "bapo_target": 1.05},
 }
 # Methods of the field that are weights without gradient, and the numbers that their sources give them
 METHODS = {

@@ -8,7 +8,7 @@ import torch
 from isopo_trl import ISOPOConfig
 from isopo_trl.token_weights import named
 from tests import training
-from tests.token_weights.definition import METHODS, method_weights, scored_as_tokens
+from tests.token_weights.definition import METHODS, bapo_bounds, method_weights, scored_as_tokens
 
 
 def weighting(method, **settings):
@@ -24,7 +24,7 @@ def microbatch(seed, spread=1.5, shape=(6, 9)):
     behaviour[0, 0] = behaviour[2, 3] = math.nan
     mask = (torch.rand(shape, generator=generator) < 0.8).long()
     behaviour[mask == 0] = -50.0
-    advantages = torch.tensor([1.0, -0.5, 0.0, -1.2, 0.3, 0.7], dtype=torch.float64)
+    advantages = torch.tensor([1.13, -0.5, 0.0, -1.2, 0.34, 0.79], dtype=torch.float64)
     return logps, behaviour, mask, advantages[torch.randperm(6, generator=generator)]
 
 
@@ -32,7 +32,7 @@ def microbatch(seed, spread=1.5, shape=(6, 9)):
 def test_weights_are_the_formula_for_each_token_of_a_step(method):
     """With the numbers of the sources; each microbatch among those before it, and alone in an evaluation."""
     own, before, differ, gated = weighting(method), [], 0, 0
-    for seed, spread in ((3, 0.25), (4, 0.6), (5, 1.5)):
+    for seed, spread in ((3, 0.25), (4, 0.6), (5, 2.0)):
         logps, behaviour, mask, advantages = microbatch(seed, spread)
         tokens = scored_as_tokens(logps, behaviour, mask, advantages)
         alone = method_weights(method, {}, tokens, mask.shape)
@@ -49,9 +49,24 @@ def test_weights_are_the_formula_for_each_token_of_a_step(method):
     assert (differ > 0) == (method in ("m2po", "bapo"))
     assert (gated > 3) == (method != "pspo")
     figures = own.step()
-    if "gated" in figures:
+    if method == "bapo":
+        low, high = bapo_bounds(before, 1.0)
+        assert (figures["clip_low"].item(), figures["clip_high"].item()) == pytest.approx((low, high))
+    elif method != "pspo":
         assert figures["gated"].item() == pytest.approx(gated / len(before))
     assert own.step() == {}
+
+
+def test_bounds_of_bapo_rise_until_the_target_is_met_or_there_is_no_step_left():
+    found = []
+    for target in (0.9, 1.0, 5.0):
+        own, batch = weighting("bapo", bapo_target=target), microbatch(4, 0.6)
+        own(*batch)
+        figures = own.step()
+        found.append([figures[f"clip_{name}"].item() for name in ("low", "high")])
+        assert found[-1] == pytest.approx(bapo_bounds(scored_as_tokens(*batch).values(), target))
+    start, between, end = found
+    assert start == pytest.approx([0.6, 1.2]) and 1.2 < between[1] < 2 and end == pytest.approx([0.8, 2.0])
 
 
 @pytest.mark.parametrize("method", METHODS)
