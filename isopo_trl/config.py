@@ -133,8 +133,8 @@ class ISOPOConfig(GRPOConfig):
               ignores that, as the code of P3O's authors does (`1 - 1 / r`).
             - `"kpo"`: [KPO](https://huggingface.co/papers/2602.10609). The objective `min(r A, clip(r) A)` with `log
               r` passed through a Kalman filter along the completion.
-            - `"dppo_tv"`, `"dppo_kl"`, `"m2po"`, `"dcpo"`, `"aspo"`, `"pspo"`, `"bapo"`: weights of the field's
-              methods, without gradient, as in `docs/off_policy.md`.
+            - `"dppo_tv"`, `"dppo_kl"`, `"m2po"`, `"dcpo"`, `"aspo"`, `"pspo"`, `"bapo"`, `"gtpo"`: weights of
+              the field's methods, without gradient, as in `docs/off_policy.md`.
             - The name of a weighting that was added with `isopo_trl.token_weights.register`.
 
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction` and the loss is not
@@ -291,7 +291,7 @@ class ISOPOConfig(GRPOConfig):
             "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
             "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
             "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo' (gated or bent "
-            "ratios). If `None`, 'sampler' where vLLM generates with its correction, else 'none'."
+            "ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM generates with its correction, else 'none'."
         },
     )
     epsilon: float | None = field(  # type: ignore[assignment]

@@ -9,6 +9,7 @@ from .bapo import BAPO
 from .dcpo import DCPO
 from .dppo import DPPO
 from .gates import Gated
+from .gtpo import GTPO
 from .kpo import KPO
 from .m2po import M2PO
 from .none import NoWeighting
@@ -25,6 +26,7 @@ __all__ = [
     "BAPO",
     "DCPO",
     "DPPO",
+    "GTPO",
     "KPO",
     "M2PO",
     "P3O",

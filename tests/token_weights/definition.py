@@ -215,6 +215,27 @@ def method_weight(method, x, settings, tokens):
     return 0.0 if (x.A > 0 and r > high) or (x.A < 0 and (r < low or r > dual)) else r
 
 
+def gtpo_weights(ids, scored, advantages, prompts):
+    """The weights `[B, C]` of completions `ids` `[B, C]`; 0 where nothing is scored."""
+    weights = scored.double()
+    ends = [max((t + 1 for t in range(ids.shape[1]) if scored[s, t]), default=0) for s in range(len(ids))]
+
+    def token(s, place, turned):
+        t = ends[s] - 1 - place if turned else place
+        return ids[s, t].item() if 0 <= t < ends[s] and scored[s, t] else None
+
+    for s in range(len(ids)):
+        group = [other for other in range(len(ids)) if prompts[other] == prompts[s]] if advantages[s] != 0 else []
+        for turned in (False, True):
+            for place in range(ends[s]):
+                same = [u for u in group if token(s, place, turned) is not None]
+                same = [u for u in same if token(u, place, turned) == token(s, place, turned)]
+                if not any(advantages[u] > 0 for u in same) or not any(advantages[u] < 0 for u in same):
+                    break
+                weights[s, ends[s] - 1 - place if turned else place] *= 2 if advantages[s] > 0 else 0
+    return weights
+
+
 def scored_as_tokens(logps, sampler, scored, advantages):
     """Each scored token of `[B, C]` by its place."""
     return {
@@ -262,6 +283,9 @@ def definition(logps, batch, n, name, ess=None):
         slope, kl = (1 - 1 / r, 1 / r - 1 + z) if variant else (r * z, r * z - r + 1)
         loss = -(weights * A.unsqueeze(1)).sum() + (1 - ess) * (n * kl).sum()
         return Expected(weights, -n * (1 - ess) * slope, A, loss.item())
+    if method == "gtpo":
+        weights = n * gtpo_weights(batch.completion_ids, scored_tokens(batch), A, batch.extra["prompt_numbers"])
+        return Expected(weights, None, A, -(weights * A.unsqueeze(1)).sum().item())
     if method in METHODS:
         tokens = scored_as_tokens(logps, batch.extra["sampling_per_token_logps"], scored_tokens(batch), A)
         weights = n * method_weights(method, WEIGHTS[name], tokens, logps.shape)
