@@ -291,7 +291,8 @@ class ISOPOConfig(GRPOConfig):
             "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
             "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
             "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo' (gated or bent "
-            "ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM generates with its correction, else 'none'."
+            "ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM generates "
+            "with its correction, else 'none'."
         },
     )
     epsilon: float | None = field(  # type: ignore[assignment]

@@ -246,6 +246,10 @@ def scored_as_tokens(logps, sampler, scored, advantages):
     }
 
 
+def tokens_of(logps, batch):
+    return scored_as_tokens(logps, batch.extra["sampling_per_token_logps"], scored_tokens(batch), batch.advantages)
+
+
 def method_weights(method, settings, tokens, shape, before=()):
     """The weights `[B, C]` of a microbatch's `tokens`, by their places; `before` are the step's before it."""
     weights, of_step = torch.zeros(shape, dtype=torch.float64), [*before, *tokens.values()]
@@ -267,7 +271,7 @@ class Expected:
     loss: float
 
 
-def definition(logps, batch, n, name, ess=None):
+def definition(logps, batch, n, name, ess=None, before=()):
     A = batch.advantages
     method, _, variant = name.partition(" ")
     if method == "none":
@@ -287,8 +291,8 @@ def definition(logps, batch, n, name, ess=None):
         weights = n * gtpo_weights(batch.completion_ids, scored_tokens(batch), A, batch.extra["prompt_numbers"])
         return Expected(weights, None, A, -(weights * A.unsqueeze(1)).sum().item())
     if method in METHODS:
-        tokens = scored_as_tokens(logps, batch.extra["sampling_per_token_logps"], scored_tokens(batch), A)
-        weights = n * method_weights(method, WEIGHTS[name], tokens, logps.shape)
+        tokens, earlier = tokens_of(logps, batch), [x for pair in before for x in tokens_of(*pair).values()]
+        weights = n * method_weights(method, WEIGHTS[name], tokens, logps.shape, earlier)
         return Expected(weights, None, A, -(weights * A.unsqueeze(1)).sum().item())
     wide = {"low": 0.15, "high": 0.3}
     settings = {
@@ -324,8 +328,9 @@ class Reference:
         return total
 
 
-def refer(model, batch, name, n, ess=None, temperature=1.0):
-    expected = definition(forward(model, batch, temperature)[0], batch, n, name, ess)
+def refer(model, batch, name, n, ess=None, temperature=1.0, before=()):
+    """`ess` and `before`, pairs of log-probabilities and batches: what the step has seen until then."""
+    expected = definition(forward(model, batch, temperature)[0], batch, n, name, ess, before)
     G = oracle.position_gradients(model, batch, expected.weights, temperature)
     pull = None
     if expected.pull is not None:
