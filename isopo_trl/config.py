@@ -177,8 +177,9 @@ class ISOPOConfig(GRPOConfig):
             KL divergence, in nats per completion token, by which one optimizer step is to move the policy on the data
             it was computed from. The learning rate is then found while training: `learning_rate` is where the search
             starts, and a schedule multiplies the target instead. A step that goes too far is shortened before anything
-            else happens. `"auto"` is 0.05 nats per completion, divided by the mean length of completions. If `None`,
-            the learning rate is what it is; but `optim="sgd"` has `"auto"` where no learning rate is given either.
+            else happens. `"auto"` is 0.05 nats per completion, divided by the mean length of completions, and 0.25 for
+            SGD without momentum, whose steps do not add up. If `None`, the learning rate is what it is; but
+            `optim="sgd"` has `"auto"` where no learning rate is given either.
         log_step_kl (`bool`, *optional*, defaults to `False`):
             Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
         step_kl_share (`float`, *optional*, defaults to `0.03125`):
@@ -345,7 +346,8 @@ class ISOPOConfig(GRPOConfig):
         metadata={
             "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy. "
             "The learning rate is then found while training, starting from `learning_rate`. 'auto' is 0.05 nats per "
-            "completion, and what `optim='sgd'` has where neither this nor `learning_rate` is given."
+            "completion (0.25 for SGD without momentum), and what `optim='sgd'` has where neither this nor "
+            "`learning_rate` is given."
         },
     )
     log_step_kl: bool = field(

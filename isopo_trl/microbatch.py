@@ -9,7 +9,7 @@ from torch.nn import functional
 from .fisher_rows.rows import Draw
 from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Statistics
-from .kernels.coefficients import Entry, KernelLedger, rule_is_in_kernels
+from .kernels.coefficients import Entry, KernelLedger, statistics_are_in_kernels
 from .kernels.rms_norm import Factors
 from .rules.ledger import Ledger
 from .rules.rule import Rule
@@ -50,6 +50,7 @@ class Microbatch:
             none.
         recomputes (`bool`): whether, in the backward of such a term, a layer's forward has run again: then what the
             graph needs is not in memory, but made once more (gradient checkpointing).
+        rule_is_in_kernels (`bool`): whether Triton's kernels know the rule's formula, or its statistics alone.
         factors ([`Factors`]): memory for what norms keep for their backward.
     """
 
@@ -73,12 +74,14 @@ class Microbatch:
     in_term: bool = field(init=False, default=False)
     visits_of_terms: list[int] = field(init=False, default_factory=list)
     recomputes: bool = field(init=False, default=False)
+    rule_is_in_kernels: bool = field(init=False)
     factors: Factors = field(init=False, default_factory=Factors)
     _kernel_ledger: KernelLedger | None = field(init=False, default=None)
-    _kernels_take: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
+    _kernels_measure: dict[torch.dtype, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self):
         self.visits = [0] * len(self.running.mean)
+        self.rule_is_in_kernels = self.rule.kernel_form is not None
         self.ledger = self.running.open(self.advantages, self.loss_scale)
         self.ledger.prompts, self.ledger.signs = self.prompts, self.signs
 
@@ -96,8 +99,12 @@ class Microbatch:
     # Inside a layer's backward
 
     def kernels_take(self, x: torch.Tensor) -> bool:
-        """Whether Triton's kernels can take a layer's rows `x` `[N, features]`."""
-        known = self._kernels_take.get(x.dtype)
+        """Whether Triton's kernels can take a layer's rows `x` `[N, features]`, and make the rule's coefficients."""
+        return self.rule_is_in_kernels and self.kernels_measure(x)
+
+    def kernels_measure(self, x: torch.Tensor) -> bool:
+        """Whether they can take its statistics, whatever the rule makes of them."""
+        known = self._kernels_measure.get(x.dtype)
         if known is None:
             m, n = self.sequences.count, 0 if self.samples is None else self.samples.number
             if self.draw is not None:
@@ -105,8 +112,8 @@ class Microbatch:
             # Kernels are given addresses, and would not notice what is elsewhere
             data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
             here = all(tensor.device == x.device for tensor in data)
-            known = here and self.sequences.index is None and rule_is_in_kernels(x, m, n, self.rule)
-            self._kernels_take[x.dtype] = known
+            known = here and self.sequences.index is None and statistics_are_in_kernels(x, m, n, self.rule.needs)
+            self._kernels_measure[x.dtype] = known
         return known
 
     def collect(self, index: int, g: torch.Tensor, **rows: torch.Tensor) -> None:
@@ -138,6 +145,10 @@ class Microbatch:
         kernel enters their coefficients.
         """
         self._visit(index, count)
+        return self.entry(index)
+
+    def entry(self, index: int) -> Entry:
+        """Where kernels find the coefficients of layer `index`, once they are entered."""
         if self._kernel_ledger is None:
             names = None if self.draw is None else self.draw.names_of_rows_and_sequences
             self._kernel_ledger = KernelLedger(self.ledger, names)

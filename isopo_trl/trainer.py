@@ -22,7 +22,7 @@ from .checkpoints import files, generation, model_card
 from .checkpoints.choice import checkpoint_to_resume
 from .checkpoints.weights import load_converted, lost_weights
 from .config import ISOPOConfig
-from .integrations import deepspeed, liger, peft_reference
+from .integrations import deepspeed, liger, peft_reference, vllm_weights
 from .integrations.autograd_thread import calling_thread, is_on_one_device
 from .integrations.deepspeed import before_step, caught_outputs, unseen_by_deepspeed
 from .isopo import ISOPO
@@ -60,6 +60,7 @@ from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_gra
 from .trl_seam.rewards import add_reward
 from .trl_seam.scoring import Scoring
 from .trl_seam.trainer import get_config_model_id
+from .trl_seam.vllm import ColocatedVLLM, is_colocated, weights_are_others
 
 
 logger = get_logger(__name__)
@@ -156,6 +157,8 @@ class ISOPOTrainer(GRPOTrainer):
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
+        # What the model's parameters are, before anything is made of them
+        self.shared_weights = vllm_weights.share(self, ColocatedVLLM(self)) if is_colocated(self) else None
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)
@@ -702,10 +705,12 @@ class ISOPOTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         self._loaded_from = resume_from_checkpoint
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        weights_are_others(self)
 
     def _load_best_model(self):
         self._loaded_from = self.state.best_model_checkpoint
         super()._load_best_model()
+        weights_are_others(self)
 
     def _issue_warnings_after_load(self, load_result):
         """Where weights are missing, a warning is all that transformers has for it, and they begin anew."""

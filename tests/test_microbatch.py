@@ -77,9 +77,10 @@ def test_what_the_kernels_cannot_take_is_left_to_pytorch():
     x = torch.ones(B * T, 2, device=DEVICE)
     known = microbatch(FISHER, device=DEVICE)
     assert known.kernels_take(x) and not known.kernels_take(x.long()) and known.kernels_take(x)
-    assert not microbatch(OtherFormula(fisher_power=-1.0), device=DEVICE).kernels_take(x)
+    other = microbatch(OtherFormula(fisher_power=-1.0), device=DEVICE)
+    assert not other.kernels_take(x) and other.kernels_measure(x)
     packed = Sequences.from_ids(torch.tensor([0, 0, 1, 1, 1, -1], device=DEVICE), 2)
-    assert not microbatch(FISHER, sequences=packed, device=DEVICE).kernels_take(x)
+    assert not microbatch(FISHER, sequences=packed, device=DEVICE).kernels_measure(x)
     # On another device than the layer's: kernels are given addresses, and PyTorch says what is wrong
     elsewhere = microbatch(FISHER, device=DEVICE)
     elsewhere.advantages = elsewhere.advantages.to("meta")

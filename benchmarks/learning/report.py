@@ -59,7 +59,7 @@ START_GROUPS = ("starts", "starts_without")
 RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
 PLAIN_REINFORCE = "plain_reinforce"
-PLAIN_GROUPS = ("plain", "plain_targets", "plain_momentum", "rates_sgd", "sgd")
+PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
 
 
 def main(matrix: Path, results: Path, docs: Path) -> int:

@@ -13,8 +13,13 @@ Second part. Each strategy of `isopo_trl.geometry.cost` in plain PyTorch: what s
 together beyond the plain weight gradient, in units of that, beside what the cost model says; and the time with the
 strategy that it chooses over the time with the fastest one.
 
+With `--interacting` neither of them, but what that rule costs: the gradients of the sequences, the kernel between
+sequences by ways to cut it into programs, each held against float64, and the part of its last program, which adds up
+what the others have and solves. The fastest way is named for each number of sequences.
+
     python benchmarks/speed/kernel_time.py --output kernels.json   # both parts on a GPU; on a CPU the second alone
     python benchmarks/speed/kernel_time.py --quick                 # a third of the shapes
+    python benchmarks/speed/kernel_time.py --interacting           # under a minute
 """
 
 from __future__ import annotations
@@ -35,9 +40,17 @@ from setting import DEVICE, environment
 
 from isopo_trl.geometry import cost
 from isopo_trl.geometry.sequences import Sequences, draw_samples
-from isopo_trl.geometry.statistics import Statistics, VStatistics, elementwise_statistics, linear_statistics
+from isopo_trl.geometry.statistics import (
+    Statistics,
+    VStatistics,
+    elementwise_statistics,
+    linear_statistics,
+    sequence_gradients,
+)
 from isopo_trl.kernels import elementwise, linear, rms_norm, v
 from isopo_trl.kernels.coefficients import Entry, KernelLedger
+from isopo_trl.kernels.launch import INTERPRET, shared_memory
+from isopo_trl.layers.linear import linear_strategy
 from isopo_trl.rules import Rule, make_rule
 from isopo_trl.rules.running import RunningStatistics
 
@@ -64,6 +77,9 @@ LINEAR = (
     (32, 448, 4864, 896),  # gate, up
 )
 # m, T, heads, d
+# The same for `--interacting`; and on a CPU, under Triton's interpreter
+INTERACTING = ((32, 64, 8, 16), (448, 1024), ((896, 896), (896, 4864), (4864, 896), (1024, 3072)))
+SMALL_INTERACTING = ((3, 17), (5,), ((20, 33),))
 NORMS = ((8, 1024, 1, 1024), (8, 1024, 16, 128), (4, 2048, 1, 4096))
 SMALL = ((4, 256, 768, 256), (8, 128, 512, 512), (4, 256, 256, 768), (4, 256, 8, 512), (4, 256, 512, 8))
 SAMPLES = 64
@@ -540,9 +556,180 @@ def time_strategies(quick: bool) -> dict[str, Any]:
     return {"samples": n, "rows": rows}
 
 
+# What `interacting` costs
+
+
+def cuts(m: int) -> dict[str, v.Tiling]:
+    """Ways to cut the kernel between `m` sequences, by what is different from the usual one."""
+    usual = v.tiling(m, 4, shared_memory(torch.device(DEVICE)))
+    if DEVICE == "cpu":  # where programs run one after the other
+        usual = usual._replace(programs=40, width=16, least=16)
+        return {"usual": usual, "product": usual._replace(pairs=False, rows=max(16, usual.rows), grouped=True)}
+    many = {"programs": 528, "least": 2**11, "grouped": True}
+    if usual.pairs:
+        product = usual._replace(pairs=False, rows=16, width=64, warps=1, stages=4, **many)
+        return {
+            "usual": usual,
+            "528 programs": usual._replace(**many),
+            "528 programs, 4 warps": usual._replace(warps=4, **many),
+            "product": product,
+            "product, 128 wide": product._replace(width=128),
+        }
+    before = {"warps": 8, "stages": 3, "programs": 264, "least": 2**13, "part": 2**13, "grouped": False}
+    return {
+        "before": usual._replace(**before),
+        "without groups": usual._replace(grouped=False, least=2**13),
+        "usual": usual,
+        "least 2^13": usual._replace(least=2**13),
+        "twice the warps": usual._replace(warps=2 * usual.warps),
+        "3 stages": usual._replace(stages=3),
+        "128 wide, 2 stages": usual._replace(width=128, stages=2),
+        "1056 programs": usual._replace(programs=1056),
+    }
+
+
+def solving(cut: v.Tiling) -> v.Tiling:
+    """One program of as many warps, so that there is next to nothing but the solve."""
+    rows = max(16, cut.rows)
+    return v.Tiling(rows, False, 16, cut.warps, 1, programs=1, least=16, part=2**10, grouped=False)
+
+
+class Interacting:
+    """The kernel between `m` sequences."""
+
+    def __init__(self, m: int):
+        self.rule = make_rule("interacting")
+        self.advantages = torch.linspace(-1, 1, m, device=DEVICE, dtype=torch.float64)
+        self.book = RunningStatistics(1, 0.9, self.rule, torch.device(DEVICE)).open(self.advantages)
+        self.ledger = KernelLedger(self.book)
+
+    def launch(self, cut: v.Tiling, V: torch.Tensor) -> None:
+        v.VBlocks([V.shape[1] * V.shape[2]], Entry(self.ledger, 0), cut=cut).add(V)
+
+    def errors(self, cut: v.Tiling, V: torch.Tensor, ntk: torch.Tensor) -> tuple[float, float]:
+        """Of the kernel and of the coefficients, over the largest; `ntk` is the kernel in float64."""
+        assert self.book.ntk is not None
+        self.book.table.zero_()
+        self.book.ntk.zero_()
+        self.launch(cut, V)
+        c = self.rule.coefficients(Statistics(ntk=ntk), self.advantages, None).c
+        pairs = ((self.book.ntk[0], ntk), (self.book.table[0, 0], c))
+        of_ntk, of_c = (((x - exact).abs().max() / exact.abs().max()).item() for x, exact in pairs)
+        return of_ntk, of_c
+
+
+def related(m: int, rows: int, d: int) -> torch.Tensor:
+    """Gradients `[m, rows, d]` that have something in common."""
+    V = random(m, rows, d, dtype=torch.float32)
+    return V.add_(0.2 * random(rows, d, dtype=torch.float32))
+
+
+def rows_at_once(m: int, T: int, p: int, d: int) -> int:
+    """Outputs whose gradients are formed at once, where the kernels take a layer."""
+    strategy = linear_strategy(m, T, p, d, 0, make_rule("interacting").needs, "cuda", True)
+    return p if strategy == "whole" else min(p, cost.block_rows(m, d))
+
+
+def gradient_times(m: int, T: int, p: int, d: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The time of the sequences' gradients, and of the weight gradient."""
+    measure = queued if DEVICE == "cuda" else on_cpu
+    width, sequences = rows_at_once(m, T, p, d), Sequences.regular(m, T)
+
+    def form(g: torch.Tensor, a: torch.Tensor) -> None:
+        for _ in sequence_gradients(g, a, False, sequences, width):
+            pass
+
+    both = copies(lambda: (random(m * T, p, dtype=dtype), random(m * T, d, dtype=dtype)))
+    of_v, of_weight = measure(form, both), measure(weight_gradient, both)
+    text = "whole" if width == p else f"in {math.ceil(p / width)} blocks"
+    print(f"{m} x {T}, {d} -> {p}: {of_v:8.1f} {text}; the weight gradient takes {of_weight:.1f}", flush=True)
+    return {"sequences": m, "length": T, "shape": [p, d], "outputs": width, "us": of_v, "product_us": of_weight}
+
+
+def cut_times(m: int, shapes: list[tuple[int, int]], bandwidth: float) -> Iterator[dict[str, Any]]:
+    """The time of the kernel between `m` sequences, for gradients of each of the shapes, by ways to cut it."""
+    measure = captured if DEVICE == "cuda" else on_cpu
+    kernel, ways = Interacting(m), cuts(m)
+    columns = [*(f"{rows} x {d}" for rows, d in shapes), "last program", "solve", "error of K", "of c"]
+    print(f"\n{m} sequences: microseconds of the kernel between them (fraction of the memory's bound)\n")
+    print(f"{'':24}" + "".join(f"{column:>15}" for column in columns), flush=True)
+    given = [copies(functools.partial(lambda *shape: (related(*shape),), m, *shape)) for shape in shapes]
+    exact = [
+        sum(part.double().flatten(1) @ part.double().flatten(1).T for part in inputs[0][0].split(64, 1))
+        for inputs in given
+    ]
+    totals: dict[str, float] = {}
+    for name, cut in ways.items():
+        call = functools.partial(kernel.launch, cut)
+        errors = [kernel.errors(cut, inputs[0][0], ntk) for inputs, ntk in zip(given, exact, strict=True)]
+        of_ntk, of_c = (max(values) for values in zip(*errors, strict=True))
+        times = [measure(call, inputs) for inputs in given]
+        # Each program takes one step
+        last = measure(functools.partial(kernel.launch, cut._replace(least=cut.width)), [smallest(m, cut)])
+        solve = measure(functools.partial(kernel.launch, solving(cut)), [smallest(m, solving(cut))])
+        totals[name] = sum(times)
+        bounds = [1e6 * tensor_bytes(inputs[0]) / bandwidth for inputs in given]
+        cells = [f"{us:.1f} ({bound / us:.2f})" for us, bound in zip(times, bounds, strict=True)]
+        cells += [f"{last:.1f}", f"{solve:.1f}", f"{of_ntk:.1e}", f"{of_c:.1e}"]
+        print(f"{name:24}" + "".join(f"{cell:>15}" for cell in cells), flush=True)
+        figures = {"us": times, "last_us": last, "solve_us": solve, "error_ntk": of_ntk, "error_c": of_c}
+        yield {"sequences": m, "cut": name, **cut._asdict(), "shapes": shapes, **figures}
+    best = min(totals, key=totals.__getitem__)
+    gain = totals["usual"] / totals[best]
+    print(
+        f"\n{m} sequences: {best!r} is the fastest, {gain:.2f} times as fast as the usual way\n{ways[best]}",
+        flush=True,
+    )
+
+
+def smallest(m: int, cut: v.Tiling) -> tuple[torch.Tensor]:
+    """Gradients of one step for each program."""
+    return (related(m, cut.programs, cut.width),)
+
+
+def time_interacting(numbers: list[int] | None) -> dict[str, Any]:
+    sequences, lengths, layers = INTERACTING if DEVICE == "cuda" else SMALL_INTERACTING
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    bandwidth = hardware()[0].bandwidth if DEVICE == "cuda" else math.inf
+    numbers = numbers or list(sequences)
+    begin = time.perf_counter()
+    compile_cuts(numbers)
+    print(f"\nkernels were compiled in {time.perf_counter() - begin:.0f} s")
+    rows = []
+    for m in numbers:
+        print(f"\n{m} sequences: microseconds of their gradients\n")
+        rows += [gradient_times(m, T, p, d, dtype) for T in lengths for p, d in layers]
+        # One of each size, and as many outputs as are formed at once
+        shapes = {p * d: (rows_at_once(m, lengths[0], p, d), d) for p, d in layers}
+        rows += cut_times(m, list(shapes.values()), bandwidth)
+    return {"bandwidth": bandwidth, "rows": rows}
+
+
+def compile_cuts(numbers: list[int]) -> None:
+    """Launch every way to cut once, in threads, as `compile_kernels` does."""
+
+    def launch(case: tuple[int, v.Tiling]) -> None:
+        m, cut = case
+        Interacting(m).launch(cut, *smallest(m, cut))
+
+    cases = {}
+    for m in numbers:
+        for cut in cuts(m).values():
+            for way in (cut._replace(least=cut.width), solving(cut)):
+                # The number of programs is not compiled in
+                cases[m if way.pairs else 0, way._replace(programs=0, least=0)] = (m, way)
+
+    if DEVICE == "cuda":
+        rms_norm.forward(random(16, 16), random(16), FLAVOUR)  # so that Triton's driver is set up once
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(launch, cases.values()))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a third of the shapes")
+    parser.add_argument("--interacting", action="store_true", help="what rule='interacting' costs, and nothing else")
+    parser.add_argument("--sequences", type=int, nargs="+", help="with --interacting: numbers of sequences")
     parser.add_argument("--output", help="JSON file for the figures")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -551,7 +738,11 @@ def main():
     report: dict[str, Any] = {"environment": environment()}
     print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
     parts: dict[str, Callable] = {"kernels": time_kernels, "strategies": time_strategies}
-    if DEVICE == "cpu":
+    if options.interacting:
+        if DEVICE == "cpu" and not INTERPRET:
+            parser.error("the kernels need a GPU; without one, TRITON_INTERPRET=1 runs small sizes")
+        parts = {"interacting": lambda _: time_interacting(options.sequences)}
+    elif DEVICE == "cpu":
         del parts["kernels"]
         print("The kernels need a GPU, and there is none: only the cost model is compared, on small shapes.")
     for name, part in parts.items():

@@ -109,7 +109,7 @@ def refuse_without_liger(names: list[str]) -> None:
 
 
 @functools.cache
-def base_model(shape: str, dtype: str, experts: int = 128) -> torch.nn.Module:
+def base_model(shape: str, dtype: str, experts: int = 128, device: str = DEVICE) -> torch.nn.Module:
     """A randomly initialised model; trainers get copies."""
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
     mixture = shape in MIXTURES
@@ -129,7 +129,7 @@ def base_model(shape: str, dtype: str, experts: int = 128) -> torch.nn.Module:
         bos_token_id=None,
     )
     torch.manual_seed(0)
-    with torch.device(DEVICE):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     if mixture:  # the fastest of transformers' own
         model.set_experts_implementation("grouped_mm")
@@ -166,9 +166,10 @@ def no_reward(completions, **_):
     return [0.0] * len(completions)
 
 
-def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **settings) -> GRPOTrainer:
+def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, model=None, **settings) -> GRPOTrainer:
     """
-    The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a copy of the random model.
+    The trainer called `name` ("grpo", "recipe", `rule+skip`, or as `--rules` takes it) on a `model`, or without one on
+    a copy of the random one.
     """
     if name.endswith(LIGER):
         settings["use_liger_kernel"] = True
@@ -196,7 +197,7 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, **s
         **settings,
     )
     return kind(
-        copy.deepcopy(base_model(case.shape, case.dtype, case.experts)),
+        copy.deepcopy(base_model(case.shape, case.dtype, case.experts)) if model is None else model,
         reward,
         args,
         Dataset.from_dict({"prompt": ["a"] * prompts}),

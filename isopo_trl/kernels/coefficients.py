@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils import is_triton_available
 
+from ..geometry.cost import Needs
 from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
 from ..rules.rule import Coefficients, KernelForm, Rule
@@ -75,18 +76,32 @@ NOISE_FLOAT32 = constant(noise_level(torch.float32) ** 2)
 NOISE_FLOAT64 = constant(noise_level(torch.float64) ** 2)
 
 
-def rule_is_in_kernels(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
-    """Whether the kernels can take a tensor like `x` and so many sequences and samples, under this rule."""
-    if rule.kernel_form is None or not takes(x):
+def statistics_are_in_kernels(x: torch.Tensor, sequences: int, samples: int, needs: Needs) -> bool:
+    """
+    Whether the kernels can take a tensor like `x` and so many sequences and samples, where a rule needs these
+    statistics, whatever it makes of them.
+    """
+    if not takes(x):
         return False
     if power_of_two(sequences) * min(power_of_two(samples), MAX_SAMPLE_BLOCK) > LARGEST_TILE:
         return False
-    return sequences <= (64 if rule.needs.ntk else 1024)
+    return sequences <= (64 if needs.ntk else 1024)
+
+
+def rule_is_in_kernels(x: torch.Tensor, sequences: int, samples: int, rule: Rule) -> bool:
+    """The same, and whether they make the rule's coefficients of them."""
+    return rule.kernel_form is not None and statistics_are_in_kernels(x, sequences, samples, rule.needs)
+
+
+def variant_of(rule: Rule) -> int:
+    """What the kernels are compiled for: the bits of `_VARIANT`; of a rule that they do not know, its statistics."""
+    if rule.kernel_form is None:  # it may have settings that cannot be hashed
+        return sum(bool(need) << bit for bit, need in enumerate(rule.needs))
+    return _variant_of(rule)
 
 
 @lru_cache(maxsize=256)
-def variant_of(rule: Rule) -> int:
-    """What the kernels are compiled for: the bits of `_VARIANT`."""
+def _variant_of(rule: Rule) -> int:
     form = _form_of(rule)
     others = (form.regularization > 0, form.keep_small, rule.scale == "paper")
     return sum(bool(trait) << bit for bit, trait in enumerate((*rule.needs, *form.exponents, *others)))
@@ -132,7 +147,9 @@ class KernelLedger(Scratch):
         advantages = ledger.advantages
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
         layers = len(ledger.table)
-        settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
+        settings = ledger.history  # which nothing looks at, for a rule that the kernels do not know
+        if ledger.rule.kernel_form is not None:
+            settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
         self.named = names is not None
         names = self.counter if names is None else names  # which nothing looks at
         self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings, names))
@@ -179,6 +196,12 @@ class Overlaps(NamedTuple):
     sums: torch.Tensor
     samples: int
     named: bool = False
+
+    def statistics(self, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The overlaps `[n, m]` and the samples' squared norms `[n]`, for a rule that the kernels do not know."""
+        norms, blocks = self.sums[: self.samples], self.sums[self.samples :]
+        # What a rule keeps of them is not to change with the next layer
+        return blocks.view(sequences, -1, self.samples).sum(1).t(), norms.clone()
 
 
 def tiles(m: int, n: int, blocks: int) -> tuple[int, int, int]:
@@ -365,8 +388,8 @@ def _interacting(
     """
     The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table, and the kernel behind the table.
 
-    Elimination without pivots, which the matrix `K / c0 + I` does not need: it is positive definite and its smallest
-    eigenvalue is 1.
+    The inverse of `K / c0 + I` by sweeps, without pivoting, which it does not need: it is positive definite and its
+    smallest eigenvalue is 1. A sweep leaves the matrix symmetric, so that a step looks for a row and for no column.
     """
     s = tl.arange(0, BM)
     present = s < m
@@ -385,16 +408,13 @@ def _interacting(
     keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
     unit = tl.where(c0 > 0, c0, 1.0)
     matrix = tl.where(keep[:, None] & keep[None, :], ntk / unit, 0.0) + tl.where(diagonal, 1.0, 0.0)
-    solution = tl.where(keep, A, 0.0)
     for k in range(m):
-        row = tl.sum(tl.where(s[:, None] == k, matrix, 0.0), 0)
-        column = tl.sum(tl.where(s[None, :] == k, matrix, 0.0), 1)
-        pivot = tl.sum(tl.where(s == k, row, 0.0), 0)
-        value = tl.sum(tl.where(s == k, solution, 0.0), 0)
-        factor = tl.where(s == k, 0.0, column / pivot)
-        matrix -= factor[:, None] * row[None, :]
-        solution -= factor * value
-    solution = tl.where(keep, solution / tl.sum(tl.where(diagonal, matrix, 0.0), 1), 0.0)
+        at = s == k
+        row = tl.sum(tl.where(at[:, None], matrix, 0.0), 0)
+        inverse = 1.0 / tl.sum(tl.where(at, row, 0.0), 0)
+        row = tl.where(at, -1.0, row)
+        matrix = tl.where(at[:, None] | at[None, :], 0.0, matrix) - row[:, None] * (row * inverse)[None, :]
+    solution = tl.where(keep, -tl.sum(matrix * tl.where(keep, A, 0.0)[:, None], 0), 0.0)
     if VARIANT & PAPER:
         solution = solution / unit * tl.load(settings + AT_FACTOR)
     kernels = table + tl.load(settings + AT_LAYERS).to(tl.int64) * TABLE_ROWS * m + index * m * m

@@ -46,6 +46,13 @@ def _is_new_enough(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; 0 where there is none."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 2**16)
+
+
 def power_of_two(x: int) -> int:
     """The power of two that a tile of at least `x` needs."""
     return 1 << max(x - 1, 0).bit_length()

@@ -15,7 +15,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from .coefficients import TABLE_ROWS, Entry, Overlaps, _fisher_square, _is_last, _non_interacting, tiles
-from .launch import Plan, jit, launch, part_of, power_of_two, types_of
+from .launch import Plan, jit, launch, part_of, power_of_two, shared_memory, types_of
 
 
 if is_triton_available():
@@ -163,7 +163,7 @@ def _pipeline(dtype: torch.dtype, device: torch.device, rows: int) -> tuple[int,
     """Width of a step over features and number of steps under way, as shared memory allows for so many rows."""
     if device.type != "cuda":
         return 32, 1
-    memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 2**16)
+    memory = shared_memory(device)
     for width, stages in ((128, 4), (128, 3), (64, 4), (64, 3), (32, 3), (32, 2)):
         if rows * width * dtype.itemsize * stages <= 0.75 * memory:
             return width, stages

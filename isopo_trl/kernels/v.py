@@ -3,12 +3,13 @@
 # `tl.constexpr` in signatures exists only with Triton
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from transformers.utils import is_triton_available
 
-from ..geometry.cost import Needs
 from ..geometry.statistics import Statistics
 from ..rules.rule import Rule
 from .coefficients import (
@@ -23,14 +24,16 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, types_of
+from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, shared_memory, types_of
 
 
 if is_triton_available():
     import triton.language as tl
 
-# Elements of V that one program reads
+# Elements of V that one program reads, for norms
 _V_CHUNK = 2**13
+# Programs whose sums the last one of them adds by itself
+_FEW_PROGRAMS = 32
 
 
 @jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "size"])
@@ -100,7 +103,20 @@ def _norm_kernel(
             )
 
 
-@jit(do_not_specialize=["m", "first", "chunks", "index", "size"])
+@jit()
+def _sum_of_parts(sums, first, count, place, BM: tl.constexpr, BC: tl.constexpr):
+    """The sum of `count` tiles `[BM, BM]` that programs have written, from `first` on, in their order."""
+    total = tl.zeros((BM, BM), tl.float64)
+    for start in range(0, count, BC):
+        part = start + tl.arange(0, BC)
+        at = (first + part)[:, None, None] * BM * BM + place[None, :, :]
+        inside = (part < count)[:, None, None] & (place >= 0)[None, :, :]
+        values = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+        total += tl.sum(values.to(tl.float64), 0)
+    return total
+
+
+@jit(do_not_specialize=["m", "adds", "ends", "group", "index", "size"])
 def _ntk_kernel(
     V,
     sums,
@@ -111,8 +127,9 @@ def _ntk_kernel(
     settings,
     names,
     m,
-    first,
-    chunks,
+    adds,
+    ends,
+    group,
     index,
     size,
     FINISH: tl.constexpr,
@@ -122,17 +139,26 @@ def _ntk_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPED: tl.constexpr,
     BC: tl.constexpr,
 ):
+    """
+    Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
+    before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
+    has the kernel.
+    """
     chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
     s = tl.arange(0, BM)
     k = tl.arange(0, BK)
     if ALIGNED:
         size = tl.multiple_of(size, 16)
     rows = s.to(tl.int64) * size
-    if BM <= 16:  # too small for a matrix product: every pair by itself, reduced once at the end
+    if PAIRS:  # every pair by itself, reduced once at the end
         products = tl.zeros((BM, BM, BK), ACC)
-        for start in range(chunk * BK, size, tl.num_programs(0) * BK):
+        for start in range(chunk * BK, size, chunks * BK):
             e = start + k[None, None, :]
             one = V + rows[:, None, None] + e
             other = V + rows[None, :, None] + e
@@ -142,22 +168,32 @@ def _ntk_kernel(
         ntk = tl.sum(products, 2)
     else:
         ntk = tl.zeros((BM, BM), ACC)
-        for start in range(chunk * BK, size, tl.num_programs(0) * BK):
+        for start in tl.range(chunk * BK, size, chunks * BK, num_stages=STAGES):
             e = start + k
             v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
             ntk = tl.dot(v, tl.trans(v), ntk, input_precision=PRECISION)
     place = s[:, None] * BM + s[None, :]
-    tl.store(sums + (first + chunk) * BM * BM + place, ntk)
+    own = sums + chunk * BM * BM + place
+    if adds:
+        ntk += tl.load(own)
+    tl.store(own, ntk)
     if FINISH:
-        if _is_last(counter, chunks):
-            total = tl.zeros((BM, BM), tl.float64)
-            for start in range(0, chunks, BC):
-                b = start + tl.arange(0, BC)
-                at = b[:, None, None] * BM * BM + place[None, :, :]
-                inside = (b < chunks)[:, None, None] & (place >= 0)[None, :, :]
-                values = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
-                total += tl.sum(values.to(tl.float64), 0)
-            _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
+        if ends:
+            if GROUPED:
+                of = chunk // group
+                first = of * group
+                count = tl.minimum(group, chunks - first)
+                if _is_last(counter + 1 + of, count):
+                    part = _sum_of_parts(sums, first, count, place, BM, BC)
+                    tl.store(sums + (chunks + of) * BM * BM + place, part.to(ACC))
+                    groups = (chunks + group - 1) // group
+                    if _is_last(counter, groups):
+                        total = _sum_of_parts(sums, chunks, groups, place, BM, BC)
+                        _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
+            else:
+                if _is_last(counter, chunks):
+                    total = _sum_of_parts(sums, 0, chunks, place, BM, BC)
+                    _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
 
 
 @jit(do_not_specialize=["m", "index", "size"])
@@ -173,6 +209,67 @@ def _combine_kernel(V, out, table, m, index, size, ALIGNED: tl.constexpr, BM: tl
     tl.store(out + e, total.to(out.dtype.element_ty), mask=e < size)
 
 
+class Tiling(NamedTuple):
+    """
+    How the kernel between sequences is cut into programs, which changes no more of the result than its rounding.
+
+    Args:
+        rows (`int`): of a program's tile, at least as many as there are sequences.
+        pairs (`bool`): whether each pair of sequences is multiplied elementwise, instead of all as matrices.
+        width (`int`): elements of each gradient that a program takes in a step.
+        warps, stages (`int`): of a program, and of its steps that are under way.
+        programs (`int`): the most that there are.
+        least (`int`): elements of each gradient for which there is a program.
+        part (`int`): numbers that the last program adds at once; they take registers from all programs.
+        grouped (`bool`): whether many programs' sums are added in two levels.
+    """
+
+    rows: int
+    pairs: bool
+    width: int
+    warps: int
+    stages: int
+    programs: int
+    least: int
+    part: int
+    grouped: bool
+
+    def programs_of(self, size: int) -> int:
+        """The number of programs for gradients of `size` elements."""
+        return min(-(-size // self.least), self.programs)
+
+    def group(self, programs: int) -> int:
+        """How many programs' sums are added first: about as many as there are such groups."""
+        if not self.grouped or programs <= _FEW_PROGRAMS:
+            return programs
+        return math.isqrt(programs - 1) + 1
+
+    def sums(self, programs: int) -> int:
+        """The number of tiles that are written: by each program, and by each group where there are several."""
+        groups = -(-programs // self.group(programs))
+        return programs + groups * (groups > 1)
+
+
+def tiling(m: int, itemsize: int, memory: int) -> Tiling:
+    """
+    The [`Tiling`] for `m` sequences' gradients with elements of `itemsize` bytes, where a program may have so many
+    bytes of shared `memory`.
+    """
+    rows = power_of_two(m)
+    if rows <= 16:  # too few for a product of matrices
+        width = min(1024, 2**14 // rows**2)
+        return Tiling(rows, True, width, warps=8, stages=1, programs=264, least=2**13, part=2**10, grouped=False)
+    width = 64
+    fitting = int(0.75 * memory) // (rows * width * itemsize)
+    stages = max(1, min(4, fitting))
+    return Tiling(rows, False, width, rows // 16, stages, programs=528, least=2**11, part=2**11, grouped=True)
+
+
+@lru_cache(maxsize=256)
+def _tiling_of(m: int, dtype: torch.dtype, device: torch.device) -> Tiling:
+    return tiling(m, dtype.itemsize, shared_memory(device))
+
+
 def v_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = None) -> Entry:
     """
     The coefficients of a layer from explicit gradients, for a rule that needs their norms or the kernel.
@@ -182,40 +279,8 @@ def v_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = No
         entry ([`Entry`]): where the coefficients go.
         overlaps ([`Overlaps`], *optional*): of the layer, for a rule that needs these too.
     """
-    ledger = entry.ledger
-    m, outputs, d = V.shape
-    here = _programs(outputs * d, ledger.needs)
-    sums = ledger.scratch(V, "sums", *_sums_shape(m, here, ledger.needs))
-    _launch_v(V, sums, 0, here, ledger.needs, True, ledger.variant, ledger.fixed, entry.first, overlaps)
+    VBlocks([V.shape[1] * V.shape[2]], entry, overlaps).add(V)
     return entry
-
-
-def _programs(size: int, needs: Needs) -> int:
-    chunks = -(-size // _V_CHUNK)
-    return min(chunks, 264) if needs.ntk else chunks
-
-
-def _sums_shape(m: int, chunks: int, needs: Needs) -> tuple[int, ...]:
-    if not needs.ntk:
-        return m, chunks
-    BM = power_of_two(m)
-    return chunks, BM, BM
-
-
-def _launch_v(V, sums, first, here, needs, finish, variant, fixed, index, overlaps):
-    m, outputs, d = V.shape
-    size = outputs * d
-    variant = (finish, size % 16 == 0, variant)
-    if needs.ntk:
-        chunks = sums.shape[0]
-        plan = _ntk_plan(m, here, chunks, variant, V.dtype, V.device)
-        launch(_ntk_kernel, plan, (V, sums), (m, first, chunks, index, size), fixed)
-        return
-    chunks = sums.shape[1]
-    overlap, samples, named = (sums, 0, False) if overlaps is None else overlaps
-    blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
-    plan = _norm_plan(m, samples, blocks, here, chunks, (*variant, named), V.dtype, V.device)
-    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
 
 
 class VBlocks:
@@ -225,23 +290,27 @@ class VBlocks:
     Args:
         sizes (`list[int]`): the number of elements of each block of one sequence's gradient.
         entry, overlaps: as for [`v_coefficients`].
+        cut ([`Tiling`], *optional*): of the kernel between sequences, if not the usual one.
     """
 
-    def __init__(self, sizes: list[int], entry: Entry, overlaps: Overlaps | None = None):
-        self.entry, self.overlaps, self.needs = entry, overlaps, entry.ledger.needs
-        self.chunks = sum(_programs(size, self.needs) for size in sizes)
-        self.sums: torch.Tensor | None = None
-        self.first = 0
+    def __init__(self, sizes: list[int], entry: Entry, overlaps: Overlaps | None = None, cut: Tiling | None = None):
+        self.sizes, self.entry, self.overlaps, self.cut = sizes, entry, overlaps, cut
+        self.added = 0
 
     def add(self, V: torch.Tensor) -> None:
         """Take in the next block, `V` `[m, outputs, d]`."""
         ledger, index = self.entry
-        here = _programs(V.shape[1] * V.shape[2], self.needs)
-        if self.sums is None:
-            self.sums = scratch(V, *_sums_shape(V.shape[0], self.chunks, self.needs))
-        given = (V, self.sums, self.first, here, self.needs)
-        _launch_v(*given, True, ledger.variant, ledger.fixed, index, self.overlaps)
-        self.first += here
+        before, self.added = self.added, self.added + 1
+        given = (True, ledger.variant, ledger.fixed, index)
+        if ledger.needs.ntk:
+            cut = self.cut or _tiling_of(len(V), V.dtype, V.device)
+            programs = max(map(cut.programs_of, self.sizes))
+            sums = ledger.scratch(V, "sums", cut.sums(programs), cut.rows, cut.rows)
+            _launch_ntk(V, sums, cut, programs, before > 0, self.added == len(self.sizes), *given)
+            return
+        each = [_norm_programs(size) for size in self.sizes]
+        sums = ledger.scratch(V, "sums", len(V), sum(each))
+        _launch_norm(V, sums, sum(each[:before]), each[before], *given, self.overlaps)
 
 
 class VSums:
@@ -254,28 +323,50 @@ class VSums:
     def add(self, V: torch.Tensor) -> None:
         """Take in a block, `V` `[m, outputs, d]`."""
         m, size = V.shape[0], V.shape[1] * V.shape[2]
-        needs = self.rule.needs
-        here = _programs(size, needs)
-        sums = scratch(V, *_sums_shape(m, here, needs))
-        _launch_v(V, sums, 0, here, needs, False, variant_of(self.rule), Fixed((sums,) * 6), 0, None)
-        if needs.ntk:
+        variant = variant_of(self.rule)
+        if self.rule.needs.ntk:
+            cut = _tiling_of(m, V.dtype, V.device)
+            programs = cut.programs_of(size)
+            sums = scratch(V, programs, cut.rows, cut.rows)
+            _launch_ntk(V, sums, cut, programs, False, False, False, variant, Fixed((sums,) * 6), 0)
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
+            self.result.norm = self.result.ntk.diagonal() if self.rule.needs.norm else None
         else:
+            sums = scratch(V, m, _norm_programs(size))
+            _launch_norm(V, sums, 0, sums.shape[1], False, variant, Fixed((sums,) * 6), 0, None)
             total = sums.sum(1)
             self.result.norm = total if self.result.norm is None else self.result.norm + total
 
 
+def _norm_programs(size: int) -> int:
+    return -(-size // _V_CHUNK)
+
+
+def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
+    m, outputs, d = V.shape
+    size, chunks = outputs * d, sums.shape[1]
+    overlap, samples, named = (sums, 0, False) if overlaps is None else overlaps
+    blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
+    plan = _norm_plan(m, samples, blocks, here, chunks, (finish, size % 16 == 0, variant, named), V.dtype, V.device)
+    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
+
+
+def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, index):
+    m, outputs, d = V.shape
+    size = outputs * d
+    plan = _ntk_plan(cut, programs, (finish, size % 16 == 0, variant), V.dtype, V.device)
+    launch(_ntk_kernel, plan, (V, sums), (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
+
+
 @lru_cache(maxsize=4096)
-def _ntk_plan(m: int, here: int, chunks: int, variant: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
-    BM = power_of_two(m)
-    acc, precision = types_of(dtype)
-    if device.type == "cuda":
-        precision = "tf32x3"
-    BK = min(1024, 2**14 // BM**2) if BM <= 16 else 64
-    # The last program's tile is small: its registers count for all programs
-    constants = (*variant, acc, precision, BM, BK, part_of(2**10 if BM <= 16 else 2**13, BM**2, chunks))
-    return Plan((here, 1, 1), constants, {"num_warps": 8})
+def _ntk_plan(cut: Tiling, programs: int, variant: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
+    acc, _ = types_of(dtype)
+    precision = "ieee" if dtype == torch.float64 else "tf32x3"
+    group = cut.group(programs)
+    part = part_of(cut.part, cut.rows**2, group)
+    shape = (cut.rows, cut.width, cut.pairs, cut.stages, group < programs, part)
+    return Plan((programs, 1, 1), (*variant, acc, precision, *shape), {"num_warps": cut.warps})
 
 
 @lru_cache(maxsize=4096)

@@ -9,11 +9,11 @@ from transformers.pytorch_utils import Conv1D
 
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Sequences
-from ..geometry.statistics import linear_statistics, product, sequence_gradients, with_ones
+from ..geometry.statistics import Statistics, linear_statistics, product, sequence_gradients, with_ones
 from ..kernels import fisher_rows as row_kernels_from_before
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
-from ..kernels.coefficients import Entry, rule_is_in_kernels
+from ..kernels.coefficients import Entry, Overlaps, statistics_are_in_kernels
 from ..kernels.fisher_rows import Into
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
@@ -64,7 +64,7 @@ class LinearLayer(Layer):
         if isinstance(self.module, Conv1D):
             p, d = d, p
         d += "bias" in self.parameters
-        kernels = rule_is_in_kernels(weight, sequences, samples, rule)
+        kernels = statistics_are_in_kernels(weight, sequences, samples, rule.needs)
         return linear_strategy(sequences, length, p, d, samples, rule.needs, weight.device.type, kernels)
 
 
@@ -226,7 +226,7 @@ def linear_gradient(
         return None, alone if terms.bias is None else terms.bias.add_(alone)
     sequences, needs, draw = microbatch.sequences, microbatch.rule.needs, microbatch.draw
     samples = microbatch.samples_of(index)
-    kernels = g.dtype == a.dtype and microbatch.kernels_take(g) and (draw is None or _is_of(samples, g.dtype))
+    kernels = g.dtype == a.dtype and microbatch.kernels_measure(g) and (draw is None or _is_of(samples, g.dtype))
     explicit = needs.norm or needs.ntk  # gradients V_s may be needed
     strategy: Strategy = "ghost"
     if not kernels or explicit:
@@ -238,8 +238,12 @@ def linear_gradient(
     if into is None:
         microbatch.collect(index, g, a=a)
     c: torch.Tensor | Entry
-    if kernels:
+    if kernels and microbatch.rule_is_in_kernels:
         c, V = _coefficients_by_kernels(rows, index, microbatch, samples, into, strategy)
+    elif kernels:
+        statistics, V = _statistics_by_kernels(rows, index, microbatch, samples, into, strategy)
+        microbatch.coefficients(index, statistics)
+        c = microbatch.entry(index)
     else:
         statistics, V = linear_statistics(g, a, bias, sequences, samples, needs, strategy)
         c = microbatch.coefficients(index, statistics)
@@ -263,20 +267,16 @@ def _coefficients_by_kernels(
     g, a, _, _, bias = rows
     sequences, needs = microbatch.sequences, microbatch.rule.needs
     entry = microbatch.open_entry(index)
-    given = (g, a, bias, sequences, samples, entry)
-    from_before = isinstance(samples, SampleRows)
     if not (needs.norm or needs.ntk):
         if not needs.overlap:  # the coefficients are there already
             return entry, None
-        if from_before:
+        given = (g, a, bias, sequences, samples, entry)
+        if isinstance(samples, SampleRows):
             return row_kernels_from_before.overlap_coefficients(*given, into), None
         return row_kernels.overlap_coefficients(*given), None
-    overlaps = None
-    if needs.overlap:
-        overlaps = row_kernels_from_before.overlaps(*given, into) if from_before else row_kernels.overlaps(*given)
+    overlaps = _overlaps(rows, sequences, samples, entry, into) if needs.overlap else None
     if strategy == "whole":
-        m, T = sequences.count, sequences.length  # the layout is regular
-        V = product(g.view(m, T, -1).transpose(1, 2), with_ones(a.view(m, T, -1), bias))
+        V = _gradients_of(rows, sequences)
         return v_kernels.v_coefficients(V, entry, overlaps), V
     p, d = g.shape[1], a.shape[1] + bias
     at_once = block_rows(sequences.count, d)
@@ -284,6 +284,40 @@ def _coefficients_by_kernels(
     for _, V in sequence_gradients(g, a, bias, sequences, at_once):
         blocks.add(V)
     return entry, None
+
+
+def _statistics_by_kernels(
+    rows: LinearRows, index: int, microbatch: Microbatch, samples: Any, into: Into | None, strategy: Strategy
+) -> tuple[Statistics, torch.Tensor | None]:
+    """The same without coefficients, for a rule that the kernels do not know: its statistics, and `V`."""
+    sequences, needs = microbatch.sequences, microbatch.rule.needs
+    sums, V = v_kernels.VSums(microbatch.rule), None
+    if needs.norm or needs.ntk:
+        if strategy == "whole":
+            V = _gradients_of(rows, sequences)
+            sums.add(V)
+        else:
+            at_once = block_rows(sequences.count, rows.a.shape[1] + rows.bias)
+            for _, block in sequence_gradients(rows.g, rows.a, rows.bias, sequences, at_once):
+                sums.add(block)
+    result = sums.result
+    if needs.overlap:
+        overlaps = _overlaps(rows, sequences, samples, microbatch.entry(index), into)
+        result.overlap, result.sample_norm = overlaps.statistics(sequences.count)
+    return result, V
+
+
+def _overlaps(rows: LinearRows, sequences: Sequences, samples: Any, entry: Entry, into: Into | None) -> Overlaps:
+    given = (rows.g, rows.a, rows.bias, sequences, samples, entry)
+    if isinstance(samples, SampleRows):
+        return row_kernels_from_before.overlaps(*given, into)
+    return row_kernels.overlaps(*given)
+
+
+def _gradients_of(rows: LinearRows, sequences: Sequences) -> torch.Tensor:
+    """`V` `[m, p, d (+1)]`, of sequences that lie one behind the other."""
+    m, T = sequences.count, sequences.length
+    return product(rows.g.view(m, T, -1).transpose(1, 2), with_ones(rows.a.view(m, T, -1), rows.bias))
 
 
 def _scaled(

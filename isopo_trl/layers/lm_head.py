@@ -26,7 +26,7 @@ from ..geometry.statistics import (
     square_norms,
     with_ones,
 )
-from ..kernels.coefficients import rule_is_in_kernels
+from ..kernels.coefficients import statistics_are_in_kernels
 from ..kernels.v import VSums
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
@@ -301,7 +301,7 @@ class _HeadStatistics:
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
             without_overlap = self.needs._replace(overlap=False)
-            kernels = rule_is_in_kernels(a, sequences.count, 0, rule)
+            kernels = statistics_are_in_kernels(a, sequences.count, 0, rule.needs)
             self.from_V = VSums(rule) if kernels else VStatistics(without_overlap, None)
 
     def add(self, tile: torch.Tensor, part: slice) -> torch.Tensor | None:

@@ -7,8 +7,17 @@ import torch
 
 # What a step moves the policy by with `target_kl="auto"`, in nats per completion
 AUTO = 0.05
+# The same for plain steps. Without momentum, steps do not add up: of 0.05 nats each, they go a quarter as far
+AUTO_PLAIN = 0.25
 # Of the mean, per optimizer step
 DECAY = 0.9
+
+
+def automatic(optimizer: Any) -> float:
+    """What `target_kl="auto"` is with an optimizer, in nats per completion."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of DeepSpeed's
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return AUTO_PLAIN if is_sgd and not any(group["momentum"] for group in optimizer.param_groups) else AUTO
 
 
 class CompletionLength:

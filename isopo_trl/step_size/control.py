@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ..integrations import deepspeed
 from ..trl_seam.batch import Batch
 from . import advice, optimizers
-from .completion_length import AUTO, CompletionLength
+from .completion_length import AUTO, CompletionLength, automatic
 from .controller import CLOSE, OVERSHOOT, Measurement, StepSize, fitted, is_too_long
 from .drift import BehaviourBound
 from .measurement import StepKL
@@ -39,7 +39,7 @@ class StepControl(TrainerCallback):
         size ([`StepSize`], *optional*): decides, where there is a target.
         behaviour ([`BehaviourBound`], *optional*): ends generations.
         accelerator (`Accelerator`): the ranks.
-        is_auto (`bool`): whether the target is [`AUTO`] nats per completion, whatever `size` says.
+        is_auto (`bool`): whether the target is the [`automatic`] one, whatever `size` says.
         log (`Callable`): takes figures by their names.
         offload (`bool`): whether to keep a copy of the weights in the memory of the host.
         engine (`Callable`, *optional*): returns DeepSpeed's, where there is one.
@@ -63,6 +63,7 @@ class StepControl(TrainerCallback):
         self._accelerator, self._log_figures = accelerator, log
         self._is_auto, self._offload, self._engine, self._others = is_auto, offload, engine, others
         self.length = CompletionLength(accelerator)
+        self._usual = AUTO  # what `target_kl="auto"` is with the optimizer, in nats per completion
         self.learning_rate: float | None = None  # what the last step was made with, where it had a target
         self._optimizer: Any = None  # as training has it, without accelerate's wrapper
         self._way_back: WeightCopy | AdamWSteps | SGDSteps | None = None
@@ -87,6 +88,7 @@ class StepControl(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._usual = automatic(self._optimizer)
         # Inside of DeepSpeed's
         optimizers.refuse(getattr(self._optimizer, "optimizer", self._optimizer), args.target_kl)
         if self.size is not None and self._engine is not None:
@@ -143,11 +145,11 @@ class StepControl(TrainerCallback):
         if self.size is None:
             return
         if self._is_auto and self.length.mean is not None:
-            self.size.aim(AUTO / self.length.mean)
+            self.size.aim(self._usual / self.length.mean)
         if self.behaviour is not None:
             self.behaviour.aim(self.size.target)
         self._warn_of_rounding(self.size.target)
-        self._advise("target", advice.of_target(self.size.target, self.length.mean))
+        self._advise("target", advice.of_target(self.size.target, self.length.mean, self._usual))
         groups = self._groups()
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
@@ -310,7 +312,7 @@ class StepControl(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {} if self.size is None else {"size": self.size.state_dict()}
-        state["length"] = self.length.mean
+        state["length"], state["usual"] = self.length.mean, self._usual
         return state if self.behaviour is None else {**state, "behaviour": self.behaviour.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -319,7 +321,7 @@ class StepControl(TrainerCallback):
             self.size.load_state_dict(state["size"])
         self.length.mean = state.get("length")
         if self.size is not None and self._is_auto and self.length.mean is not None:
-            self.size.target = AUTO / self.length.mean
+            self.size.target = state["usual"] / self.length.mean
         if self.behaviour is not None and "behaviour" in state:
             self.behaviour.load_state_dict(state["behaviour"])
 

@@ -7,10 +7,10 @@ is raised, so that a TRL that has changed is found at import, and not by a wrong
 """
 
 from . import required  # isort: skip  # first: says which TRL is needed, before anything that takes seconds to import
-from . import batch, generation, head, loans, log, loss, rewards, scoring, trainer
+from . import batch, generation, head, loans, log, loss, rewards, scoring, trainer, vllm
 
 
 required.raise_for_missing()
 head.dispatch()
 
-__all__ = ["batch", "generation", "head", "loans", "log", "loss", "required", "rewards", "scoring", "trainer"]
+__all__ = ["batch", "generation", "head", "loans", "log", "loss", "required", "rewards", "scoring", "trainer", "vllm"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from isopo_trl import ISOPO
-from isopo_trl.step_size.completion_length import AUTO
+from isopo_trl.step_size.completion_length import AUTO_PLAIN
 from isopo_trl.step_size.controller import CLOSE
 from tests.distributed import worker
 from tests.distributed.process_group import launch, load_runs
@@ -132,7 +132,7 @@ def assert_steps_of_one_length(two, weights, tmp_path, alone):
     one = worker.run(tmp_path, alone, "fisher", weights)
     first, second, *_ = one["logs"]
     if alone == "target":  # plain steps, of which the first finds its rate
-        assert first["step/kl_per_completion"] == pytest.approx(AUTO, rel=CLOSE) and first["learning_rate"] < 10
+        assert first["step/kl_per_completion"] == pytest.approx(AUTO_PLAIN, rel=CLOSE) and first["learning_rate"] < 10
     else:
         assert first["step/kept"] < 0.1 and second["step/kept"] != first["step/kept"]
     assert_same(one, *two, 1e-4)  # what a step is multiplied by has the rounding of its measurement

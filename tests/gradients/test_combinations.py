@@ -58,7 +58,8 @@ def terms_by_hand(model, batch, n, by_sequence=False, corrected=True, terms=TERM
         if by_sequence:
             z = z.sum(1, keepdim=True) / scored.sum(1, keepdim=True).clamp(min=1)
         kl = kl * z.exp()
-    term = terms["beta"] * (n * kl).sum() - terms["entropy_coef"] * (entropies * scored).sum() / scored.sum()
+    bonus = (entropies * scored).sum() / scored.sum().clamp(min=1)  # every completion may have been truncated
+    term = terms["beta"] * (n * kl).sum() - terms["entropy_coef"] * bonus
     model.zero_grad()
     term.backward()
     gradients = {p: p.grad.clone() for p in model.parameters() if p.requires_grad}

@@ -8,6 +8,7 @@ takes which sequences are run together, and which positions are sampled in a mic
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -121,7 +122,7 @@ class Definition(TrainerCallback):
             by_policy = fresh and args.top_k == 0
             nothing = torch.full(own.completion_ids.shape, math.nan, dtype=torch.float64)
             sampler = nothing if by_policy or known is None else wide(known.double(), C)
-            own.extra["sampling_per_token_logps"] = sampler
+            own.extra |= {"sampling_per_token_logps": sampler, "is_fresh": torch.tensor(fresh)}
             if "ref_per_token_logps" in batch:
                 own.extra["ref_per_token_logps"] = wide(batch["ref_per_token_logps"].double(), C)
             loss_type = {"sapo": "grpo"}.get(args.loss_type, args.loss_type)
@@ -184,6 +185,10 @@ class Definition(TrainerCallback):
         for batch, n in batches if args.beta else ():
             by_sequence = args.importance_sampling_level == "sequence"
             terms = {"beta": args.beta, "entropy_coef": 0.0}
+            # The ratio is to an older policy: 1 for the step's own generation, as in TRL, whatever its tokens were
+            # truncated by (`sampler` is the truncated one)
+            sampler = batch.extra["sampling_per_token_logps"].masked_fill(batch.extra["is_fresh"], math.nan)
+            batch = dataclasses.replace(batch, extra={**batch.extra, "sampling_per_token_logps": sampler})
             _, found = terms_by_hand(
                 plain, batch, n, by_sequence, args.use_bias_correction_kl, terms, args.temperature
             )
@@ -238,7 +243,6 @@ class Definition(TrainerCallback):
                 whole.part(kept), self.sampled_steps, args.fisher_samples, lambda s, x: content_key(x), args.seed
             )
             rows = torch.tensor([kept[row // T] * T + row % T for row in rows.tolist()], dtype=torch.long)
-        leaves_rows = False
         for name, module in self.modules.items():
             V, flat = G[name].sum(1), G[name].reshape(-1, G[name].shape[2])
             layer = self.layers.setdefault(name, self.make(name))
@@ -253,8 +257,7 @@ class Definition(TrainerCallback):
             of = oracle.trained(module)
             for p, own in zip(of, (gradient * constant).split([p.numel() for p in of]), strict=True):
                 total[p] = total[p] + own.view_as(p)
-            leaves_rows |= bool(V[kept].any())
-        if by_step and kept and leaves_rows:
+        if by_step and kept:  # of zeros, where none of these has a gradient
             self.sampled_steps += 1
             for name, layer in self.layers.items():
                 layer.rows = G[name].reshape(-1, G[name].shape[2])[rows], [keys[row // T] for row in rows.tolist()]

@@ -83,6 +83,7 @@ def compiled(gpu, capability, monkeypatch):
     pipeline = linear._pipeline
     for module in (linear, experts):
         monkeypatch.setattr(module, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
+    monkeypatch.setattr(v, "shared_memory", lambda _: launching.shared_memory(torch.device("cuda")))
 
     def launch(kernel, plan, tensors, numbers, fixed=NOTHING):
         tensors += fixed.tensors
@@ -114,7 +115,7 @@ def forget():
     launching._is_new_enough.cache_clear()
     for module in MODULES:
         for name, plan in vars(module).items():
-            if name.endswith("_plan"):
+            if name.endswith(("_plan", "_tiling_of")):
                 plan.cache_clear()
 
 
@@ -174,6 +175,13 @@ def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_sam
     g = tensor(128, 4096, dtype=dtype)
     linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0))
     assert compiled["_overlap_kernel"] > 2**15  # there is something under way
+
+
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
+def test_the_steps_under_way_over_gradients_fit_with_the_most_sequences(compiled):
+    ledger = microbatch(RULES["interacting"], 64, 8, 0)[2]
+    v.v_coefficients(tensor(64, 896, 896), Entry(ledger, 0))
+    assert compiled["_ntk_kernel"] > 2**15
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ KERNELS = [
     "tests/kernels/test_fisher_rows.py",
     "tests/kernels/test_launch.py",
     "tests/kernels/test_linear.py",
+    "tests/kernels/test_own_rules.py",
     "tests/kernels/test_rms_norm.py",
     "tests/kernels/test_halves.py",
     "tests/kernels/test_divergence.py",
@@ -60,9 +61,13 @@ KEPT_ROWS = {  # samples from before
         for layer, rule in (("linear", "fisher"), ("LayerNorm", "fig4"), ("llama's norm", "fisher"))
     ],
 }
-OWN_RULE = {  # which the kernels do not know
-    "test_the_trainer_takes_it_by_its_name_and_gives_the_gradient_of_its_formula": ["False-tight_fisher-relative"],
+OWN_RULE = {  # of which the kernels find the statistics alone
+    "test_the_trainer_takes_it_by_its_name_and_gives_the_gradient_of_its_formula": [
+        "False-tight_fisher-relative",
+        "True-capped_fisher-paper",  # with LoRA
+    ],
 }
+LEFT = "test_the_kernels_find_its_statistics_and_leave_its_formula_to_pytorch"
 
 
 PARTS = {
@@ -102,7 +107,9 @@ def run_interpreted(*tests):
     """Run tests in a process of their own, and show its last lines if any fails; returns how many have passed."""
     # A process of xdist's would leave its name and its options behind
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_CORE"))}
-    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    # Interpreted kernels read memory as NumPy does: where there is a GPU, its tensors would fail
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     options = [
         "-q",
         "-rs",
@@ -125,7 +132,10 @@ def run_interpreted(*tests):
 
 def test_interpreted_kernels_agree_with_plain_pytorch_and_with_the_definition():
     """In one process, since another would import everything again."""
-    of_models = [*nodes(PARTS), "tests/rules/test_own_rule.py::test_the_kernels_leave_it_to_pytorch"]
+    of_models = [
+        *nodes(PARTS),
+        f"tests/rules/test_own_rule.py::{LEFT}",
+    ]
     assert run_interpreted(*KERNELS, *of_models) > 300 + len(of_models)
 
 

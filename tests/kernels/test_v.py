@@ -5,7 +5,7 @@ import torch
 
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.kernels import v
-from isopo_trl.kernels.coefficients import Entry
+from isopo_trl.kernels.coefficients import COUNTERS, Entry
 from isopo_trl.kernels.launch import INTERPRET
 from tests.kernels import batches
 from tests.kernels.batches import (
@@ -13,6 +13,7 @@ from tests.kernels.batches import (
     DTYPES,
     EACH_DTYPE,
     EUCLIDEAN,
+    EXACT,
     FIG4,
     GRADIENT,
     INTERACTING,
@@ -62,6 +63,49 @@ def test_gradients_that_take_several_programs(m, p, d, rule):
         close(without.result.ntk, ntk, STATISTIC[torch.float32])
     else:
         close(without.result.norm, ntk.diagonal(), STATISTIC[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("m", "changes"),
+    [
+        (3, {}),  # pairs, summed in two levels
+        (3, {"pairs": False, "rows": 16, "warps": 1}),
+        (17, {}),
+        (17, {"grouped": False, "part": 2**13, "stages": 1}),
+    ],
+    ids=str,
+)
+def test_the_kernel_between_sequences_does_not_depend_on_how_it_is_cut(m, changes):
+    """Blocks of unequal size, the last of which leaves some programs without any work."""
+    given, run = batch(m, 1, 1, 1, 1), Run.of(batch(m, 1, 1, 1, 1), INTERACTING)
+    V = torch.randn(m, 3, 1030, generator=torch.Generator().manual_seed(m)).to(DEVICE, given.g.dtype)
+    small = {"width": 16, "least": 40, "programs": 45, "grouped": True}
+    cut = v.tiling(m, V.dtype.itemsize, 2**16)._replace(**{**small, **changes})
+    assert cut.programs_of(2060) == 45 and cut.programs_of(1030) == 26
+    assert cut.group(45) == (7 if cut.grouped else 45) and cut.sums(45) == (52 if cut.grouped else 45)
+    blocks = v.VBlocks([2060, 1030], run.entry, cut=cut)
+    for part in V.split(2, dim=1):
+        blocks.add(part.contiguous())
+    ntk = torch.einsum("ipd,jpd->ij", V.double(), V.double())
+    run.check(Statistics(norm=ntk.diagonal(), ntk=ntk), STATISTIC[EXACT])
+
+
+def test_steps_under_way_fit_a_programs_shared_memory():
+    stages = {(m, memory): v.tiling(m, 4, memory * 2**10).stages for m in (17, 64, 128) for memory in (0, 48, 99, 227)}
+    assert stages == {
+        **{(17, 0): 1, (17, 48): 4, (17, 99): 4, (17, 227): 4},
+        **{(64, 0): 1, (64, 48): 2, (64, 99): 4, (64, 227): 4},
+        **{(128, 0): 1, (128, 48): 1, (128, 99): 2, (128, 227): 4},
+    }
+
+
+def test_every_program_has_a_counter_among_those_of_a_ledger():
+    for m in (2, 16, 17, 64, 128):
+        cut = v.tiling(m, 4, 2**16)
+        assert cut.rows >= m
+        for programs in range(1, cut.programs + 1):
+            groups = -(-programs // cut.group(programs))
+            assert groups < COUNTERS and cut.sums(programs) <= programs + groups
 
 
 @pytest.mark.parametrize("rule", [FIG4, EUCLIDEAN, INTERACTING], ids=named)

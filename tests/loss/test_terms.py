@@ -159,7 +159,9 @@ def test_kl_of_stale_tokens_is_corrected_by_the_ratio_to_the_policy_that_drew_th
     check(change, expected)
     if source == "old_per_token_logps":
         return
-    fresh = difference({}, BETA, tmp_path, batch)  # TRL has a ratio of 1 then, whatever the sampler says
+    # Those of the step's own generation have a ratio of 1 in TRL, whatever the sampler says
+    batch.extra.update(generated_after=torch.tensor(0), drawn_by_policy=torch.tensor(False))
+    fresh = difference({"num_iterations": 2}, BETA, tmp_path, batch)
     check(fresh, by_hand(build("qwen3", True), batch, oracle.token_weights(batch), **BETA)[1])
 
 

@@ -90,11 +90,12 @@ def test_the_trainer_takes_it_by_its_name_and_gives_the_gradient_of_its_formula(
     assert 0.1 < mean([f < 1 for f in reference.multipliers]) < 0.9  # both branches of the formula took part
 
 
-def test_the_kernels_leave_it_to_pytorch():
+def test_the_kernels_find_its_statistics_and_leave_its_formula_to_pytorch():
     model, x = build("qwen3"), torch.ones(12, 4)
     for rule, taken in (("capped_fisher", False), ("fisher", INTERPRET)):
         isopo = ISOPO(model, rule)
-        assert isopo.begin(torch.ones(3), attention_mask=torch.ones(3, 4)).kernels_take(x) == taken
+        microbatch = isopo.begin(torch.ones(3), attention_mask=torch.ones(3, 4))
+        assert microbatch.kernels_take(x) == taken and microbatch.kernels_measure(x) == INTERPRET
         isopo.detach()
 
 

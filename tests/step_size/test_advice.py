@@ -12,12 +12,12 @@ from tests import training
 
 
 def test_a_target_is_judged_by_what_it_is_per_completion():
-    assert of_target(1.0, None) is None  # before a completion was seen
-    assert of_target(2e-4, 250.0) is None and of_target(0.05, 9.0) is None
-    assert of_target(1.0, 0.4) is None
-    said = of_target(1.0, 60.0)
+    assert of_target(1.0, None, 0.05) is None  # before a completion was seen
+    assert of_target(2e-4, 250.0, 0.05) is None and of_target(0.05, 9.0, 0.05) is None
+    assert of_target(1.0, 0.4, 0.05) is None
+    said = of_target(1.0, 60.0, 0.05)
     assert "60 nats per completion of 60 tokens" in said and "set target_kl=0.0008, or target_kl='auto'" in said
-    assert of_target(0.05, 11.0) is not None and of_target(2e-3, 300.0) is not None
+    assert of_target(0.05, 11.0, 0.05) is not None and of_target(2e-3, 300.0, 0.05) is not None
 
 
 def test_a_measurement_by_one_sequence_is_told_from_one_by_several():

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.step_size import taken_back
-from isopo_trl.step_size.completion_length import AUTO, DECAY
+from isopo_trl.step_size.completion_length import AUTO_PLAIN, DECAY
 from isopo_trl.step_size.control import PATIENCE, SHORT, StepControl
 from isopo_trl.step_size.controller import CLOSE, LARGEST_CHANGE, OVERSHOOT, Measurement, StepSize
 from isopo_trl.step_size.drift import DEFAULT
@@ -304,10 +304,10 @@ def test_sgd_has_a_target_per_completion_where_nothing_is_said_and_reaches_it_at
         own = batch["completion_mask"].sum(1).float().mean().item()
         mean = own if mean is None else DECAY * mean + (1 - DECAY) * own
         assert line["step/kl_per_completion"] == pytest.approx(mean * line["step/kl"], rel=1e-6)
-        assert line["step/kl_per_completion"] <= OVERSHOOT * AUTO
-    assert trainer.state.log_history[0]["step/kl_per_completion"] == pytest.approx(AUTO, rel=CLOSE)
-    assert trainer.step_control.size.target == pytest.approx(AUTO / mean)
-    assert trainer.step_control.behaviour.bound == pytest.approx(DEFAULT * AUTO / mean)
+        assert line["step/kl_per_completion"] <= OVERSHOOT * AUTO_PLAIN
+    assert trainer.state.log_history[0]["step/kl_per_completion"] == pytest.approx(AUTO_PLAIN, rel=CLOSE)
+    assert trainer.step_control.size.target == pytest.approx(AUTO_PLAIN / mean)
+    assert trainer.step_control.behaviour.bound == pytest.approx(DEFAULT * AUTO_PLAIN / mean)
 
 
 @pytest.mark.parametrize(

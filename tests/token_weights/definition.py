@@ -304,7 +304,8 @@ def definition(logps, batch, n, name, ess=None, before=()):
     }[variant]
     leaf = logps.clone().requires_grad_()
     sign = torch.where(A < 0, -1.0, 1.0).double()
-    (weights,) = torch.autograd.grad(kpo_objective(leaf, batch, n, sign, **settings), leaf)
+    # All of it may be clipped
+    (weights,) = torch.autograd.grad(kpo_objective(leaf, batch, n, sign, **settings) + 0 * leaf.sum(), leaf)
     return Expected(weights, None, A.abs(), -kpo_objective(leaf, batch, n, A, **settings).item())
 
 

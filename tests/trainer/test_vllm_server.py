@@ -8,7 +8,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl.generation import vllm_client, vllm_generation
 
-from isopo_trl.trl_seam.generation import Progress
+from isopo_trl.trl_seam.generation import Progress, generate_completions
 from tests import tiny, training
 from tests.trainer.vllm_server import Server
 
@@ -95,3 +95,15 @@ def test_run_with_a_server_is_that_of_a_rollout_with_its_completions(server, pef
     assert next(rows, None) is None
     trained = [{name: p.detach() for name, p in one.model.named_parameters()} for one in (run, again)]
     assert training.distance(*trained) < 1e-5
+
+
+def test_after_the_best_checkpoint_is_loaded_the_server_generates_with_it(server, tmp_path):
+    vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+    run = training.build(tmp_path, **vllm, **{**SETTINGS, "max_steps": 2, "save_strategy": "steps", "save_steps": 1})
+    run.train()
+    generate_completions(run, ["1 + 1?"])  # with the last weights
+    run.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
+    run._load_best_model()
+    assert training.distance(server.received, merged(run.model)) > 1e-4
+    generate_completions(run, ["1 + 1?"])
+    assert training.distance(server.received, merged(run.model)) < 1e-6

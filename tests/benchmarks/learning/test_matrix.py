@@ -140,10 +140,12 @@ def test_plain_steps_and_what_stands_beside_them_differ_in_nothing_else(matrix):
         return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
 
     _, interacting, *_ = settings("plain")
+    best, *_ = settings("plain_longer")
+    assert apart(interacting, best) == {"target_kl"}
     long, larger, *rounded = settings("long") + settings("larger") + settings("bf16")
-    assert apart(interacting, long) == {"steps", "validate_at"} and apart(interacting, larger) == {"model"}
+    assert apart(best, long) == {"steps", "validate_at"} and apart(best, larger) == {"model"}
     expected = {"weights", "bf16_updates"}
-    assert [apart(interacting, run) for run in rounded] == [expected, expected, {"weights"}]
+    assert [apart(best, run) for run in rounded] == [expected, expected, {"weights"}]
     assert [apart(interacting, run) for run in settings("plain_targets")[::2]] == [{"target_kl"}] * 3
     assert apart(interacting, settings("plain_momentum")[0]) == {"momentum"}
     # GRPO beside each of them has as many steps, of the same model
@@ -165,7 +167,8 @@ def test_methods_that_are_compared_have_the_same_rates_and_the_seeds_that_the_qu
     assert len({frozenset(rates) for rates in given("learning_rate", "starts", "starts_without").values()}) == 1
     seeds = given("seed", "rates", "rates_of_euclidean", "seeds", "seeds_of_others", "divergence")
     assert {method: len(own) for method, own in seeds.items()} == dict.fromkeys(grids, 5) | {"reinforce": 3, "fig4": 3}
-    for group, methods, number in (("sums", 4, 8), ("plain", 4, 5), ("starts", 2, 3), ("starts_without", 3, 3)):
+    groups = (("sums", 4, 8), ("plain", 4, 3), ("plain_longer", 4, 5), ("starts", 2, 3), ("starts_without", 3, 3))
+    for group, methods, number in groups:
         assert [len(own) for own in given("seed", group).values()] == [number] * methods
     # A start with a target differs from one without in the target alone
     runs = {run.method: run.settings for run in matrix.runs({}, ["starts", "starts_without"])}
