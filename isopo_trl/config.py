@@ -148,6 +148,8 @@ class ISOPOConfig(GRPOConfig):
               ignores that, as the code of P3O's authors does (`1 - 1 / r`).
             - `"kpo"`: [KPO](https://huggingface.co/papers/2602.10609). The objective `min(r A, clip(r) A)` with `log
               r` passed through a Kalman filter along the completion.
+            - `"dppo_tv"`, `"dppo_kl"`, `"m2po"`, `"dcpo"`, `"aspo"`, `"pspo"`, `"bapo"`, `"gtpo"`: weights of
+              the field's methods, without gradient, as in `docs/off_policy.md`.
             - The name of a weighting that was added with `isopo_trl.token_weights.register`.
 
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction` and the loss is not
@@ -156,7 +158,8 @@ class ISOPOConfig(GRPOConfig):
             If one of them is given, the objective is GRPO's, `min(r A, clip(r) A)`, with the ratio r to the behaviour
             policy (of whole sequences with `importance_sampling_level="sequence"`), clipped to `(1 - epsilon, 1 +
             epsilon_high)`, and with the defaults of GRPO for the others. If none is, there is no clipping and no
-            ratio. With `token_weights="kpo"`, the range of filtered ratios; if `None`, 0.0003 and 0.0004.
+            ratio. With `token_weights="kpo"`, the range of filtered ratios; if `None`, 0.0003 and 0.0004. With
+            `"dcpo"` and `"aspo"`, the epsilons of theirs; if `None`, 0.16 and 0.2, and 0.2 and 0.2.
         kpo_gain (`float`, *optional*):
             Fixed gain in place of the Kalman filter's schedule, in (0, 1].
         kpo_initial_variance (`float`, *optional*, defaults to `1.0`):
@@ -167,6 +170,18 @@ class ISOPOConfig(GRPOConfig):
         kpo_stop_gradient (`bool`, *optional*, defaults to `False`):
             Whether to take no gradient through the filter, as the code that KPO's authors published does: token t is
             weighted by its own filtered ratio, instead of by those of all later tokens that it takes part in.
+        dppo_delta (`float`, *optional*):
+            Distance of a token's probabilities under the policy and the behaviour policy beyond which DPPO gives it no
+            gradient if that would lead on. If `None`, 0.15 for `"dppo_tv"` and 0.05 for `"dppo_kl"`.
+        dppo_cap (`float`, *optional*, defaults to `20.0`):
+            Largest ratio of DPPO's.
+        m2po_budget (`float`, *optional*, defaults to `0.04`):
+            Mean of `(log r)^2` that M2PO leaves to the tokens that lead on.
+        pspo_alpha (`float`, *optional*, defaults to `0.1`):
+            The behaviour policy's share of PSPO's smoothed policy.
+        bapo_target (`float`, *optional*, defaults to `1.0`):
+            What BAPO has tokens with a positive advantage weigh beside those with a negative one, before it stops to
+            widen its bounds.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
             `RLOOTrainer` does, instead of adding it to the loss. There it takes part in the advantages and needs no
@@ -304,14 +319,16 @@ class ISOPOConfig(GRPOConfig):
         metadata={
             "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
             "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
-            "Kalman-filtered ratios). If `None`, 'sampler' where vLLM generates with its correction, else 'none'."
+            "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo' (gated or bent "
+            "ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM generates "
+            "with its correction, else 'none'."
         },
     )
     epsilon: float | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
             "help": "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is, "
-            "unless `epsilon_high` or `delta` is given; with KPO 0.0003."
+            "unless `epsilon_high` or `delta` is given; with KPO 0.0003, DCPO 0.16, ASPO 0.2."
         },
     )
     kpo_gain: float | None = field(
@@ -325,6 +342,24 @@ class ISOPOConfig(GRPOConfig):
     )
     kpo_stop_gradient: bool = field(
         default=False, metadata={"help": "Whether to take no gradient through KPO's filter."}
+    )
+    dppo_delta: float | None = field(
+        default=None,
+        metadata={
+            "help": "Distance of a token's two probabilities beyond which DPPO gates it. If `None`, 0.15 for "
+            "'dppo_tv' and 0.05 for 'dppo_kl'."
+        },
+    )
+    dppo_cap: float = field(default=20.0, metadata={"help": "Largest ratio of DPPO's."})
+    m2po_budget: float = field(
+        default=0.04, metadata={"help": "Mean of (log r)^2 that M2PO leaves to the tokens that lead on."}
+    )
+    pspo_alpha: float = field(
+        default=0.1, metadata={"help": "The behaviour policy's share of PSPO's smoothed policy, from 0 to below 1."}
+    )
+    bapo_target: float = field(
+        default=1.0,
+        metadata={"help": "What BAPO has tokens with a positive advantage weigh beside those with a negative one."},
     )
     kl_in_reward: bool = field(
         default=False,

@@ -660,7 +660,7 @@ class ISOPOTrainer(GRPOTrainer):
             without_old_policy(self, single_turn=single_turn, generated=generated),
         ):
             batch = super()._generate_and_score_completions(inputs)
-        if training and self.isopo.rule.needs.ntk:
+        if training and (self.isopo.rule.needs.ntk or self.weighting.needs_prompts):
             note_prompts(batch, self.accelerator.process_index, self.num_generations)
         if self.skipping is not None and training and rewards:  # unless a subclass has others
             batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])

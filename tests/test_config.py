@@ -19,6 +19,7 @@ ADDED = [
     for field in dataclasses.fields(ISOPOConfig)
     if field.name not in {field.name for field in dataclasses.fields(GRPOConfig)}
 ]
+OF_TOKENS = ("kpo_", "dppo_", "m2po_", "pspo_", "bapo_")
 NAN, INF = float("nan"), float("inf")
 CLIP, SAMPLER = "vllm_importance_sampling_clip", {"token_weights": "sampler"}
 KPO, P3O = {"token_weights": "kpo"}, {"token_weights": "p3o"}
@@ -91,6 +92,15 @@ REFUSED = [
         ({**weights, "importance_sampling_level": "sequence"}, ["='sequence'", *weights.values(), "_level='token'"])
         for weights in (KPO, P3O)
     ),
+    *(
+        ({"token_weights": weights, name: value}, [f"{name}={value}", "give a"])
+        for weights, name, value in (
+            *(("dppo_tv", "dppo_delta", -0.1), ("dppo_kl", "dppo_delta", NAN), ("dppo_kl", "dppo_cap", 0.0)),
+            *(("m2po", "m2po_budget", INF), ("pspo", "pspo_alpha", 1.0), ("bapo", "bapo_target", -1.0)),
+        )
+    ),
+    ({"token_weights": "dcpo", "delta": 2.0}, ["delta=2.0", "token_weights='dcpo'", "remove"]),
+    ({"token_weights": "aspo", "dppo_cap": 2.0}, ["dppo_cap=2.0", "'aspo'", "remove", "token_weights='dppo_tv'"]),
     ({**SAMPLER, "vllm_importance_sampling_correction": False}, ["'sampler'", "_correction=False", "remove"]),
     ({"vllm_importance_sampling_mode": "token_clip"}, ["_mode='token_clip'", "'token_truncate'"]),
     *(
@@ -128,7 +138,7 @@ def test_setting_is_refused_with_its_alternative(settings, names):
 
 def test_object_of_its_own_refuses_the_same_settings():
     of_the_trainer = {"kl_in_reward", "token_weights", "group_microbatches", "skip_zero_advantage"}
-    of_the_object = {name for name in ADDED if not name.startswith("kpo_")} - of_the_trainer
+    of_the_object = {name for name in ADDED if not name.startswith(OF_TOKENS)} - of_the_trainer
     cases = [case for case in REFUSED if case[0].keys() <= of_the_object]
     assert len(cases) > 15
     for settings, names in cases:
@@ -293,16 +303,30 @@ GIVEN = {
     **{"target_kl": 1e-4, "log_step_kl": True, "step_kl_share": 0.5, "behaviour_kl": 0.01, "target_kl_offload": True},
     **{"bf16_updates": "exact", "float32_gradients": True},
 }
+# Of other token weights
+BESIDE = [
+    {"token_weights": "dppo_kl", "dppo_delta": 0.1, "dppo_cap": 5.0},
+    {"token_weights": "m2po", "m2po_budget": 0.1},
+    {"token_weights": "pspo", "pspo_alpha": 0.2},
+    {"token_weights": "bapo", "bapo_target": 0.5},
+]
 
 
 @pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
 def test_every_setting_can_be_given_on_the_command_line(parser):
     others = {"output_dir": "out", "use_cpu": True, "beta": 0.05, "epsilon": 0.01, "num_iterations": 2}
     command = " ".join(f"--{name} {value}" for name, value in {**others, **GIVEN}.items())
-    (args,) = parser([ISOPOConfig]).parse_args_into_dataclasses(command.split())
+    parser = parser([ISOPOConfig])
+    (args,) = parser.parse_args_into_dataclasses(command.split())
     defaults = {name: ISOPOConfig.__dataclass_fields__[name].default for name in ADDED}
     assert {name: getattr(args, name) for name in ADDED} == {**defaults, **GIVEN}
     assert (args.epsilon, args.epsilon_high) == (0.01, 0.0004)
+    for given in BESIDE:
+        command = " ".join(
+            f"--{name} {value}" for name, value in {"output_dir": "out", "use_cpu": True, **given}.items()
+        )
+        (args,) = parser.parse_args_into_dataclasses(command.split())
+        assert {name: getattr(args, name) for name in given} == given
 
 
 def test_settings_can_be_given_in_a_file(tmp_path):

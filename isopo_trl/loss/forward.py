@@ -7,6 +7,7 @@ import torch
 from ..token_weights import Weighted, Weighting
 from ..trl_seam.batch import Batch
 from ..trl_seam.loss import Outputs
+from .sampler import PROMPT_NUMBERS
 
 
 def broken_sequences(logps: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -53,7 +54,8 @@ def weigh(
     if not weighting.needs_behaviour:  # it is asked for, but not for a ratio in the policy's part of the loss
         return Weighed(Weighted(), batch.weighed(), outputs)
     logps = outputs.logps
-    weighted = weighting(logps, behaviour, batch.counted, advantages)
+    ids, prompts = batch.get("completion_ids"), batch.get(PROMPT_NUMBERS)
+    weighted = weighting(logps, behaviour, batch.counted, advantages, ids=ids, prompts=prompts)
     if weighted.old_logps is not None:
         old = weighted.old_logps
         return Weighed(weighted, batch.weighed(old_logps=old, sampler_logps=old), outputs)

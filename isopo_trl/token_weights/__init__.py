@@ -4,9 +4,17 @@ Token weights: how much each token's log-probability counts, apart from the sequ
 One file for each weighting, chosen by `ISOPOConfig(token_weights=...)`; [`register`] adds one from outside.
 """
 
+from .aspo import ASPO
+from .bapo import BAPO
+from .dcpo import DCPO
+from .dppo import DPPO
+from .gates import Gated
+from .gtpo import GTPO
 from .kpo import KPO
+from .m2po import M2PO
 from .none import NoWeighting
 from .p3o import P3O
+from .pspo import PSPO
 from .ratio_loss import RatioLoss
 from .ratios import batch_figures, log_ratios, ratio_sums
 from .sampler import SamplerCorrection
@@ -14,9 +22,17 @@ from .weighting import WEIGHTINGS, Tokens, Unscaled, Weighted, Weighting, named,
 
 
 __all__ = [
+    "ASPO",
+    "BAPO",
+    "DCPO",
+    "DPPO",
+    "GTPO",
     "KPO",
+    "M2PO",
     "P3O",
+    "PSPO",
     "WEIGHTINGS",
+    "Gated",
     "NoWeighting",
     "RatioLoss",
     "SamplerCorrection",

@@ -25,6 +25,8 @@ class NoWeighting(Weighting):
         behaviour: torch.Tensor,
         mask: torch.Tensor,
         advantages: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
+        prompts: torch.Tensor | None = None,
     ) -> Weighted:
         return Weighted()
 

@@ -21,6 +21,8 @@ class Tokens:
         mask (`torch.Tensor`): `[B, C]`, nonzero at scored tokens.
         log_ratio (`torch.Tensor`): `[B, C]`, `log r_t` with the gradient of `logps`; 0 where no token is scored.
         advantages (`torch.Tensor`, *optional*): `[B]`, those of the sequences.
+        ids (`torch.Tensor`, *optional*): `[B, C]`, the tokens themselves.
+        prompts (`torch.Tensor`, *optional*): `[B]`, the number of each sequence's prompt, where it is known.
     """
 
     logps: torch.Tensor
@@ -28,6 +30,8 @@ class Tokens:
     mask: torch.Tensor
     log_ratio: torch.Tensor
     advantages: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    prompts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class Weighting(ABC):
         defaults (`dict[str, float]`): settings of GRPO that mean something under this weighting, and what they are
             where the user gave none (`epsilon`, `epsilon_high`); without an entry they are refused.
         needs_behaviour (`bool`): whether it looks at the behaviour policy's log-probabilities at all.
+        needs_prompts (`bool`): whether it asks in training which sequences are of one prompt.
         goes_back_twice (`bool`): whether there is an unscaled term, which has a backward pass of its own.
         looks_across_sequences (`bool`): whether what becomes of a sequence depends on others, or it matters even
             without an advantage. Then `skip_zero_advantage` leaves out none unless all ratios are 1.
@@ -139,6 +144,7 @@ class Weighting(ABC):
     kept_on_resume: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[dict[str, float]] = {}
     needs_behaviour: ClassVar[bool] = True
+    needs_prompts: ClassVar[bool] = False
     goes_back_twice: ClassVar[bool] = False
     looks_across_sequences: ClassVar[bool] = True
 
@@ -162,7 +168,7 @@ class Weighting(ABC):
     @classmethod
     def refusals_beside(cls, args: Any, chosen: "type[Weighting]") -> Iterator[tuple[bool, str]]:
         """Refusals of this weighting's settings while another one is `chosen`."""
-        given = args.given(*cls.settings)
+        given = args.given(*(name for name in cls.settings if name not in chosen.settings))
         yield (
             bool(given),
             f"{', '.join(given)} is a setting of {cls.title or cls.name}, but token_weights={chosen.name!r}: remove "
@@ -186,6 +192,8 @@ class Weighting(ABC):
         behaviour: torch.Tensor,
         mask: torch.Tensor,
         advantages: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
+        prompts: torch.Tensor | None = None,
     ) -> Weighted:
         """
         Weigh the tokens of a microbatch and, where gradients are recorded, add it to the step's.
@@ -195,9 +203,11 @@ class Weighting(ABC):
             behaviour (`torch.Tensor`): `[B, C]`, those under the policy that drew the tokens; NaN where unknown.
             mask (`torch.Tensor`): `[B, C]`, nonzero at scored tokens.
             advantages (`torch.Tensor`, *optional*): `[B]`.
+            ids (`torch.Tensor`, *optional*): `[B, C]`.
+            prompts (`torch.Tensor`, *optional*): `[B]`.
         """
         log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
-        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages)
+        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages, ids, prompts)
         weighted = self.weigh(tokens)
         if not isinstance(weighted, Weighted):
             raise TypeError(
@@ -229,6 +239,15 @@ class Weighting(ABC):
         if torch.is_grad_enabled():
             self.sums = sums = sums if self.sums is None else self.sums + sums
         return sums
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` `[n]` of all ranks as one tensor, the same on each; every rank may have another number of them."""
+        longest = int(self.ranks.gather(torch.tensor([len(values)], device=values.device)).max())
+        if not longest:
+            return values
+        padded = torch.nn.functional.pad(values, (0, longest - len(values)), value=torch.nan)
+        gathered = self.ranks.gather(padded)
+        return gathered[~gathered.isnan()]
 
     def figures(self, sums: torch.Tensor) -> dict[str, torch.Tensor]:
         """What is logged, under `off_policy/`, of the sums that [`observe`] returned."""

@@ -16,6 +16,9 @@ RUNS = {
     "ddp-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
     "ddp-fisher-full-kpo": "ddp-fisher-full-kpo",
     "ddp-fisher-lora-sampler": "ddp-fisher-lora-sampler",
+    # One rank sees the tokens of the step at once
+    "ddp-none-full-m2po": "ddp-none-full-m2po-joined",
+    "ddp-none-lora-bapo": "ddp-none-lora-bapo-joined",
     "fsdp2-fisher-full-p3o": "ddp-fisher-full-p3o",
     "ddp-fisher-full-terms": "ddp-fisher-full-terms",
     "fsdp2-fisher-full-terms-silent": "ddp-fisher-full-terms-silent",
@@ -135,6 +138,13 @@ def test_two_microbatches_in_one_give_the_same_weights(results):
     assert distance(one, together) < 2e-6
     ess = [line["off_policy/ess"] for line in figures(together)]
     assert ess == pytest.approx(one["ess"], rel=1e-5)
+
+
+def test_bounds_that_all_ranks_choose_are_not_those_without_data(results):
+    (one,) = ranks(results, 1, "ddp-none-lora-bapo-joined")
+    assert len({(line["off_policy/clip_low"], line["off_policy/clip_high"]) for line in figures(one)}) > 1
+    (one,) = ranks(results, 1, "ddp-none-full-m2po-joined")
+    assert all(0 < line["off_policy/gated"] < 0.5 for line in figures(one))
 
 
 @pytest.mark.parametrize("name", runs(lambda name: "terms" in name))

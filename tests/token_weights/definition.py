@@ -30,6 +30,24 @@ WEIGHTS = {
     "kpo stopped": {"token_weights": "kpo", "epsilon": 0.15, "epsilon_high": 0.3, "kpo_stop_gradient": True},
     "kpo fixed": {"token_weights": "kpo", "epsilon": 0.15, "epsilon_high": 0.3, "kpo_gain": 0.3},
     "kpo published": {"token_weights": "kpo", "kpo_initial_variance": 0.0, "kpo_process_noise": 0.01},
+    # A random model's probabilities are near 1 / 100, for which the defaults are wide
+    "dppo_tv": {"token_weights": "dppo_tv", "dppo_delta": 0.002, "dppo_cap": 1.5},
+    "dppo_kl": {"token_weights": "dppo_kl", "dppo_delta": 0.0005, "dppo_cap": 1.5},
+    "m2po": {"token_weights": "m2po"},
+    "dcpo": {"token_weights": "dcpo", "epsilon": 0.002, "epsilon_high": 0.003},
+    "aspo": {"token_weights": "aspo"},
+    "pspo": {"token_weights": "pspo"},
+    "bapo": {"token_weights": "bapo", "bapo_target": 1.05},
+}
+# Methods of the field that are weights without gradient, and the numbers that their sources give them
+METHODS = {
+    "dppo_tv": {"dppo_delta": 0.15, "dppo_cap": 20.0},
+    "dppo_kl": {"dppo_delta": 0.05, "dppo_cap": 20.0},
+    "m2po": {"m2po_budget": 0.04},
+    "dcpo": {"epsilon": 0.16, "epsilon_high": 0.2},
+    "aspo": {"epsilon": 0.2, "epsilon_high": 0.2},
+    "pspo": {"pspo_alpha": 0.1},
+    "bapo": {"bapo_target": 1.0},
 }
 ALL = 10_000
 
@@ -130,6 +148,117 @@ def kpo_objective(
 
 
 @dataclasses.dataclass
+class Token:
+    """A scored token: its log-probability, the sampler's (or its own, where there is none), and the advantage."""
+
+    log_p: float
+    log_q: float
+    A: float
+
+    @property
+    def r(self):
+        return math.exp(self.log_p - self.log_q)
+
+
+def m2po_bound(tokens, tau):
+    """`t`, so that ratios are clipped to `(e^-t, e^t)`, as its square; infinity for no clipping."""
+    v = sorted(math.log(x.r) ** 2 for x in tokens if (x.A > 0 and x.r > 1) or (x.A < 0 and x.r < 1))
+    n = len(v)
+    if n == 0 or sum(v) / n <= tau:
+        return math.inf
+    for k in range(n):
+        if v[k] * (n - k - 1) + sum(v[: k + 1]) >= tau * n:
+            return v[k - 1] if k else 0.0
+    raise AssertionError("no place is over the budget, and all together are")
+
+
+def bapo_bounds(tokens, target):
+    low, high = 0.6, 1.2
+
+    def ratio():
+        positive = sum(x.A * min(x.r, high) for x in tokens if x.A > 0)
+        negative = sum(-x.A * max(x.r, low) for x in tokens if x.A < 0)
+        return positive / (negative + 1e-8) if negative > 0 else math.inf
+
+    while ratio() < target and low < 0.8 - 1e-6:
+        low += 0.05
+    while ratio() < target and high < 2.0 - 1e-6:
+        high += 0.05
+    return low, high
+
+
+def method_weight(method, x, settings, tokens):
+    """What the method makes of the token `x` among the `tokens` of the step so far."""
+    r, p, q, s = x.r, math.exp(x.log_p), math.exp(x.log_q), settings
+    if method == "dppo_tv":
+        away = p - q > s["dppo_delta"] if x.A > 0 else p - q < -s["dppo_delta"]
+        return 0.0 if away else min(r, s["dppo_cap"])
+    if method == "dppo_kl":
+        D = q * math.log(q / p) + (1 - q) * (math.log(1 - q + 1e-8) - math.log(1 - p + 1e-8))
+        away = D > s["dppo_delta"] and (p > q if x.A > 0 else p < q)
+        return 0.0 if away else min(r, s["dppo_cap"])
+    if method == "pspo":
+        return (1 - s["pspo_alpha"]) * r
+    if method == "aspo":
+        if x.A > 0:
+            return 0.0 if r > 1 + s["epsilon_high"] else min(1 / r, 3.0)
+        return 0.0 if x.A < 0 and r < 1 - s["epsilon"] else min(r, 3.0)
+    if method == "m2po":
+        harmful = (x.A > 0 and r > 1) or (x.A < 0 and r < 1)
+        return 0.0 if harmful and math.log(r) ** 2 > m2po_bound(tokens, s["m2po_budget"]) else r
+    if method == "dcpo":
+        low, dual = 0.5 + 0.5 * math.sqrt(max(1 - 4 * s["epsilon"] / q, 0)), 10.0
+        high = min(0.5 + 0.5 * math.sqrt(1 + 4 * s["epsilon_high"] / q), 10.0)
+    else:
+        assert method == "bapo"
+        (low, high), dual = bapo_bounds(tokens, s["bapo_target"]), 3.0
+    return 0.0 if (x.A > 0 and r > high) or (x.A < 0 and (r < low or r > dual)) else r
+
+
+def gtpo_weights(ids, scored, advantages, prompts):
+    """The weights `[B, C]` of completions `ids` `[B, C]`; 0 where nothing is scored."""
+    weights = scored.double()
+    ends = [max((t + 1 for t in range(ids.shape[1]) if scored[s, t]), default=0) for s in range(len(ids))]
+
+    def token(s, place, turned):
+        t = ends[s] - 1 - place if turned else place
+        return ids[s, t].item() if 0 <= t < ends[s] and scored[s, t] else None
+
+    for s in range(len(ids)):
+        group = [other for other in range(len(ids)) if prompts[other] == prompts[s]] if advantages[s] != 0 else []
+        for turned in (False, True):
+            for place in range(ends[s]):
+                same = [u for u in group if token(s, place, turned) is not None]
+                same = [u for u in same if token(u, place, turned) == token(s, place, turned)]
+                if not any(advantages[u] > 0 for u in same) or not any(advantages[u] < 0 for u in same):
+                    break
+                weights[s, ends[s] - 1 - place if turned else place] *= 2 if advantages[s] > 0 else 0
+    return weights
+
+
+def scored_as_tokens(logps, sampler, scored, advantages):
+    """Each scored token of `[B, C]` by its place."""
+    return {
+        (s, t): Token(
+            logps[s, t].item(), (logps if sampler[s, t].isnan() else sampler)[s, t].item(), advantages[s].item()
+        )
+        for s, t in scored.nonzero().tolist()
+    }
+
+
+def tokens_of(logps, batch):
+    return scored_as_tokens(logps, batch.extra["sampling_per_token_logps"], scored_tokens(batch), batch.advantages)
+
+
+def method_weights(method, settings, tokens, shape, before=()):
+    """The weights `[B, C]` of a microbatch's `tokens`, by their places; `before` are the step's before it."""
+    weights, of_step = torch.zeros(shape, dtype=torch.float64), [*before, *tokens.values()]
+    for place, x in tokens.items():
+        weights[place] = method_weight(method, x, {**METHODS[method], **settings}, of_step)
+    return weights
+
+
+@dataclasses.dataclass
 class Expected:
     """
     What `-log p` of each token is multiplied by in `V_s`, and, apart from the rules, in the pull; the advantages that
@@ -142,7 +271,7 @@ class Expected:
     loss: float
 
 
-def definition(logps, batch, n, name, ess=None):
+def definition(logps, batch, n, name, ess=None, before=()):
     A = batch.advantages
     method, _, variant = name.partition(" ")
     if method == "none":
@@ -158,6 +287,13 @@ def definition(logps, batch, n, name, ess=None):
         slope, kl = (1 - 1 / r, 1 / r - 1 + z) if variant else (r * z, r * z - r + 1)
         loss = -(weights * A.unsqueeze(1)).sum() + (1 - ess) * (n * kl).sum()
         return Expected(weights, -n * (1 - ess) * slope, A, loss.item())
+    if method == "gtpo":
+        weights = n * gtpo_weights(batch.completion_ids, scored_tokens(batch), A, batch.extra["prompt_numbers"])
+        return Expected(weights, None, A, -(weights * A.unsqueeze(1)).sum().item())
+    if method in METHODS:
+        tokens, earlier = tokens_of(logps, batch), [x for pair in before for x in tokens_of(*pair).values()]
+        weights = n * method_weights(method, WEIGHTS[name], tokens, logps.shape, earlier)
+        return Expected(weights, None, A, -(weights * A.unsqueeze(1)).sum().item())
     wide = {"low": 0.15, "high": 0.3}
     settings = {
         "": {},
@@ -193,8 +329,9 @@ class Reference:
         return total
 
 
-def refer(model, batch, name, n, ess=None, temperature=1.0):
-    expected = definition(forward(model, batch, temperature)[0], batch, n, name, ess)
+def refer(model, batch, name, n, ess=None, temperature=1.0, before=()):
+    """`ess` and `before`, pairs of log-probabilities and batches: what the step has seen until then."""
+    expected = definition(forward(model, batch, temperature)[0], batch, n, name, ess, before)
     G = oracle.position_gradients(model, batch, expected.weights, temperature)
     pull = None
     if expected.pull is not None:

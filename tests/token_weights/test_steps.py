@@ -98,12 +98,17 @@ class Keep(TrainerCallback):
 
 @pytest.mark.parametrize(
     "name, rule, loss_type",
-    [("p3o", "interacting", "grpo"), ("kpo wide", "fisher", "dapo")],
+    [
+        ("p3o", "interacting", "grpo"),
+        ("kpo wide", "fisher", "dapo"),
+        ("m2po", "fisher", "dapo"),
+        ("bapo", "none", "dapo"),
+    ],
 )
 def test_gradient_of_whole_steps_in_a_training_run(name, rule, loss_type, tmp_path):
     """
-    Two steps of two microbatches. The sample size is that of the step's microbatches so far, running means are those
-    of the step before, and whatever scales the loss on its way scales the pull alike.
+    Two steps of two microbatches. The sample size and the bounds are those of the step's microbatches so far, running
+    means are those of the step before, and whatever scales the loss on its way scales the pull alike.
     """
     model = build("llama")
     settings = {"regularization": 0.5} if rule not in ("none", "interacting") else {}
@@ -122,8 +127,9 @@ def test_gradient_of_whole_steps_in_a_training_run(name, rule, loss_type, tmp_pa
             if loss_type == "dapo":
                 n = batch.completion_mask.double() / batch.extra["num_items_in_batch"]
             so_far = pair[: part + 1]
-            ess = effective_sample_size([forward(model, b)[0] for b in so_far], so_far)
-            result = refer(model, batch, name, n, ess)
+            logps = [forward(model, b)[0] for b in so_far]
+            before = list(zip(logps, so_far, strict=True))[:part]
+            result = refer(model, batch, name, n, effective_sample_size(logps, so_far), before=before)
             share = result.gradients(model, None, rule, histories=means, **settings)
             total = {p: total.get(p, 0) + gradient for p, gradient in share.items()}
             seen.append((batch, result.G))

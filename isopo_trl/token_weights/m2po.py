@@ -1,0 +1,83 @@
+"""
+M2PO ([Second-Moment Trust Policy Optimization](https://huggingface.co/papers/2510.01161)): `w_t = r_t`, and 0 for as
+few of the harmful tokens as it takes to bring their mean `(log r)^2` down to a budget. Harmful are those that lead on:
+`A > 0` and `r > 1`, or `A < 0` and `r < 1`.
+
+The mean is over the harmful tokens of the optimizer step's microbatches so far, on all ranks; in the authors' code
+(Infini-AI-Lab/M2PO) over those of a microbatch.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..geometry.statistics import scalar_dtype
+from .gates import Gated, advantage_of_tokens
+from .weighting import Ranks, Tokens, register
+
+
+@register("m2po")
+class M2PO(Gated):
+    """Ratios, gated by a bound that the batch's second moment sets."""
+
+    title = "M2PO"
+    credit = "Tokens were weighted by [M2PO](https://huggingface.co/papers/2510.01161)."
+    looks_across_sequences = True
+    settings = kept_on_resume = ("m2po_budget",)
+
+    def __init__(self, args: Any, ranks: Ranks | None = None):
+        super().__init__(args, ranks)
+        # (log r)^2 of the step's harmful tokens so far, on all ranks
+        self._seen: torch.Tensor | None = None
+
+    @classmethod
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
+        yield (
+            not 0 <= args.m2po_budget < math.inf,
+            f"m2po_budget={args.m2po_budget} is the mean of (log r)^2 that harmful tokens may have: give a finite "
+            "number of at least 0.",
+        )
+        yield from super().refusals(args)
+
+    def gated(self, tokens: Tokens) -> torch.Tensor:
+        advantages, z = advantage_of_tokens(tokens), tokens.log_ratio.detach()
+        harmful = tokens.mask.bool() & ((advantages > 0) & (z > 0) | (advantages < 0) & (z < 0))
+        moments = z.to(scalar_dtype(z.device)).square()
+        bound = largest_moment(self._of_the_step(moments[harmful]), self.args.m2po_budget)
+        return z.exp().masked_fill(harmful & (moments > bound), 0)
+
+    def _of_the_step(self, moments: torch.Tensor) -> torch.Tensor:
+        moments = self.gather(moments)
+        if torch.is_grad_enabled():
+            self._seen = moments = moments if self._seen is None else torch.cat([self._seen, moments])
+        return moments
+
+    def step(self) -> dict[str, torch.Tensor]:
+        self._seen = None
+        return super().step()
+
+    def reset(self) -> None:
+        self._seen = None
+        super().reset()
+
+
+def largest_moment(moments: torch.Tensor, budget: float) -> torch.Tensor:
+    """
+    The largest `v = (log r)^2` that a harmful token may have: infinity where their mean is within the budget `tau`.
+    Else, with `v_0 <= v_1 <= ...` the `n` of them and `k` the first for which `v_k (n - k - 1) + sum_{j <= k} v_j >=
+    tau n`, it is `v_{k - 1}`, or 0 if `k = 0`.
+
+    Args:
+        moments (`torch.Tensor`): `[n]`.
+        budget (`float`): `tau`.
+    """
+    n = len(moments)
+    if n == 0:
+        return moments.new_tensor(math.inf)
+    v = moments.sort().values
+    # What the sum would be with all later ones cut down to v_k: it grows with k
+    cut_down = v * torch.arange(n - 1, -1, -1, device=v.device) + v.cumsum(0)
+    k = (cut_down < budget * n).sum()
+    return torch.where(v.mean() <= budget, math.inf, torch.cat([v.new_zeros(1), v])[k])

@@ -1,0 +1,32 @@
+"""
+PSPO ([MCDwyer/GR-PSPO](https://github.com/MCDwyer/GR-PSPO)): the policy in the ratio is smoothed towards the one that
+drew the tokens, `r' = (1 - alpha) r + alpha`, and nothing is clipped. Its gradient is that of `w_t = (1 - alpha) r_t`:
+`1 - alpha` on fresh data. `alpha` is 0.1, as in the authors' code.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .weighting import Tokens, Weighted, Weighting, register
+
+
+@register("pspo")
+class PSPO(Weighting):
+    """`w_t = (1 - alpha) r_t`."""
+
+    title = "PSPO"
+    credit = "Tokens were weighted by [PSPO](https://github.com/MCDwyer/GR-PSPO)."
+    looks_across_sequences = False
+    settings = kept_on_resume = ("pspo_alpha",)
+
+    @classmethod
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
+        yield (
+            not 0 <= args.pspo_alpha < 1,
+            f"pspo_alpha={args.pspo_alpha} is the behaviour policy's share of the smoothed policy: give a number from "
+            "0 to below 1.",
+        )
+        yield from super().refusals(args)
+
+    def weigh(self, tokens: Tokens) -> Weighted:
+        return Weighted(weights=(1 - self.args.pspo_alpha) * tokens.log_ratio.detach().exp())

@@ -1,0 +1,90 @@
+"""The methods of the field: weights are what a loop over tokens says, in float64."""
+
+import math
+
+import pytest
+import torch
+
+from isopo_trl import ISOPOConfig
+from isopo_trl.token_weights import named
+from tests import training
+from tests.token_weights.definition import METHODS, bapo_bounds, method_weights, scored_as_tokens
+
+
+def weighting(method, **settings):
+    return named(method)(ISOPOConfig("unused", token_weights=method, **training.SETTINGS, **settings))
+
+
+def microbatch(seed, spread=1.5, shape=(6, 9)):
+    """Likely and unlikely tokens, ratios far from 1, unscored and unknown ones, advantages of each sign and none."""
+    generator = torch.Generator().manual_seed(seed)
+    logps = torch.rand(shape, generator=generator, dtype=torch.float64).square().log().clamp(min=-6)
+    behaviour = logps - spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+    behaviour = behaviour.clamp(max=-1e-6)
+    behaviour[0, 0] = behaviour[2, 3] = math.nan
+    mask = (torch.rand(shape, generator=generator) < 0.8).long()
+    behaviour[mask == 0] = -50.0
+    advantages = torch.tensor([1.13, -0.5, 0.0, -1.2, 0.34, 0.79], dtype=torch.float64)
+    return logps, behaviour, mask, advantages[torch.randperm(6, generator=generator)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_are_the_formula_for_each_token_of_a_step(method):
+    """With the numbers of the sources; each microbatch among those before it, and alone in an evaluation."""
+    own, before, differ, gated = weighting(method), [], 0, 0
+    for seed, spread in ((3, 0.25), (4, 0.6), (5, 2.0)):
+        logps, behaviour, mask, advantages = microbatch(seed, spread)
+        tokens = scored_as_tokens(logps, behaviour, mask, advantages)
+        alone = method_weights(method, {}, tokens, mask.shape)
+        expected = method_weights(method, {}, tokens, mask.shape, before)
+        with torch.no_grad():
+            evaluated = own(logps, behaviour, mask, advantages).weights
+        weights = own(logps.clone().requires_grad_(), behaviour, mask, advantages).weights
+        assert not weights.requires_grad and weights.isfinite().all()
+        for found, by_loops in ((evaluated, alone), (weights, expected)):
+            assert ((found - by_loops).abs() * mask).max() < 1e-9
+        before += tokens.values()
+        differ += (alone != expected).sum().item()
+        gated += ((expected == 0) & mask.bool()).sum().item()
+    assert (differ > 0) == (method in ("m2po", "bapo"))
+    assert (gated > 3) == (method != "pspo")
+    figures = own.step()
+    if method == "bapo":
+        low, high = bapo_bounds(before, 1.0)
+        assert (figures["clip_low"].item(), figures["clip_high"].item()) == pytest.approx((low, high))
+    elif method != "pspo":
+        assert figures["gated"].item() == pytest.approx(gated / len(before))
+    assert own.step() == {}
+
+
+def test_bounds_of_bapo_rise_until_the_target_is_met_or_there_is_no_step_left():
+    found = []
+    for target in (0.9, 1.0, 5.0):
+        own, batch = weighting("bapo", bapo_target=target), microbatch(4, 0.6)
+        own(*batch)
+        figures = own.step()
+        found.append([figures[f"clip_{name}"].item() for name in ("low", "high")])
+        assert found[-1] == pytest.approx(bapo_bounds(scored_as_tokens(*batch).values(), target))
+    start, between, end = found
+    assert start == pytest.approx([0.6, 1.2]) and 1.2 < between[1] < 2 and end == pytest.approx([0.8, 2.0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_on_fresh_data_all_tokens_count_alike(method):
+    logps, _, mask, advantages = microbatch(5)
+    weights = weighting(method)(logps, logps.clone(), mask, advantages).weights
+    assert torch.equal(weights, torch.full_like(weights, 0.9 if method == "pspo" else 1.0))
+
+
+@pytest.mark.parametrize("method", ["m2po", "bapo"])
+def test_a_step_that_was_given_up_leaves_nothing_behind(method):
+    one, other = weighting(method), weighting(method)
+    one(*microbatch(3))
+    one.reset()
+    assert torch.equal(one(*microbatch(4)).weights, other(*microbatch(4)).weights)
+
+
+@pytest.mark.parametrize("method", METHODS.keys() - {"pspo"})
+def test_sides_without_advantages_are_an_error(method):
+    with pytest.raises(ValueError, match="pass `advantages`"):
+        weighting(method)(*microbatch(3)[:3])
