@@ -307,3 +307,22 @@ def test_multipliers_are_the_coefficients_over_the_advantages():
     norm = torch.cat([model[0].weight.grad.flatten(), model[0].bias.grad]).norm()
     assert found["0.weight"][0].item() == pytest.approx(1 / norm.item(), rel=1e-5)
     assert found["0.weight"][1].isnan()
+
+
+@pytest.mark.parametrize("rule", ["fisher", "interacting"])
+def test_a_backward_inside_of_autocast_has_the_gradient_of_one_outside(rule):
+    torch.manual_seed(0)
+    model, x, found = linear(), torch.randn(2, 4, 3), []
+    for inside in (False, True):
+        model.zero_grad()
+        isopo = ISOPO(model, rule=rule)
+        with isopo.microbatch(torch.tensor([1.0, -2.0]), attention_mask=MASK):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        isopo.detach()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found)) and any(g.any() for g in found[0])

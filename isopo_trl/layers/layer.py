@@ -193,9 +193,25 @@ def once(backward: Callable) -> Callable:
     def run(ctx, *gradients):
         if torch.is_grad_enabled():
             _refuse_second_derivative()
-        return backward(ctx, *gradients)
+        with _without_autocast(gradients):
+            return backward(ctx, *gradients)
 
     return run
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def _without_autocast(gradients: tuple[Any, ...]) -> Any:
+    """
+    Context of a backward that somebody runs inside of autocast, which PyTorch advises against: products of its own
+    operations would be rounded there, and statistics are sums of them.
+    """
+    for g in gradients:
+        if g is not None:
+            device = "cuda" if g.is_cuda else g.device.type
+            return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
+    return _AS_IT_IS
 
 
 def _refuse_second_derivative() -> None:
@@ -217,9 +233,10 @@ def layer_backward(backward_of_term: Callable) -> Callable[[Callable], Callable]
         def run(ctx, *gradients):
             if torch.is_grad_enabled():
                 _refuse_second_derivative()
-            if not ctx.microbatch.in_term:
-                return backward(ctx, *gradients)
-            return backward_of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
+            with _without_autocast(gradients):
+                if not ctx.microbatch.in_term:
+                    return backward(ctx, *gradients)
+                return backward_of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
 
         return run
 

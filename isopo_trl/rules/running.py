@@ -201,8 +201,11 @@ class RunningStatistics:
     def _of_one_step(self, step_mean: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """
         A step's means, where those of layers that change their metric refer to the step: `f` in `E[f x]` is
-        regularised by its mean squares, not by those of each microbatch.
+        regularised by its mean squares, not by those of each microbatch. A rule of one's own that looks across
+        sequences has no such `f`, and keeps its means.
         """
+        if self.rule.needs.ntk or self.rule.needs.direction:
+            return step_mean
         history = torch.cat([step_mean[:, :3], torch.ones_like(step_mean[:, :3])], dim=1)
         fx = torch.zeros_like(count)
         for fisher, norm, alive in self._first:

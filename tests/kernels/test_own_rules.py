@@ -63,7 +63,7 @@ RULES = {
         ("fisher", "step", "whole"),
         ("fig4", "step", "blocks"),
         ("interacting", "microbatch", "whole"),
-        ("everything", "microbatch", "blocks"),
+        ("everything", "step", "blocks"),
         ("no statistics", "microbatch", "whole"),
     ],
 )

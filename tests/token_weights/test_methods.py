@@ -84,7 +84,7 @@ def test_a_step_that_was_given_up_leaves_nothing_behind(method):
     assert torch.equal(one(*microbatch(4)).weights, other(*microbatch(4)).weights)
 
 
-@pytest.mark.parametrize("method", METHODS.keys() - {"pspo"})
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "pspo"])
 def test_sides_without_advantages_are_an_error(method):
     with pytest.raises(ValueError, match="pass `advantages`"):
         weighting(method)(*microbatch(3)[:3])
