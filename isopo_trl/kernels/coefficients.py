@@ -96,15 +96,20 @@ def rule_is_in_kernels(x: torch.Tensor, sequences: int, samples: int, rule: Rule
 def variant_of(rule: Rule) -> int:
     """What the kernels are compiled for: the bits of `_VARIANT`; of a rule that they do not know, its statistics."""
     if rule.kernel_form is None:  # it may have settings that cannot be hashed
-        return sum(bool(need) << bit for bit, need in enumerate(rule.needs))
+        return sum(bool(need) << bit for bit, need in enumerate(_measured(rule.needs)))
     return _variant_of(rule)
+
+
+def _measured(needs: Needs) -> tuple[bool, bool, bool]:
+    """The statistics that kernels take, in the order of `_VARIANT`."""
+    return needs.overlap, needs.norm, needs.ntk
 
 
 @lru_cache(maxsize=256)
 def _variant_of(rule: Rule) -> int:
     form = _form_of(rule)
     others = (form.regularization > 0, form.keep_small, rule.scale == "paper")
-    return sum(bool(trait) << bit for bit, trait in enumerate((*rule.needs, *form.exponents, *others)))
+    return sum(bool(trait) << bit for bit, trait in enumerate((*_measured(rule.needs), *form.exponents, *others)))
 
 
 @lru_cache(maxsize=256)
