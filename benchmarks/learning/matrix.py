@@ -33,6 +33,7 @@ SHORT = {
     "model": "model",
     "steps": "steps",
     "momentum": "momentum",
+    "spring_decay": "mu",
     "weights": "weights",
     "bf16_updates": "updates",
 }

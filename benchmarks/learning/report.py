@@ -45,6 +45,7 @@ SAID = {
     r"target([\d.]+)": r"target \1",
     r"optimizersgd": "SGD",
     r"momentum([\d.]+)": r"momentum \1",
+    r"mu([\d.]+)": r"μ = \1",
     r"steps(\d+)": r"\1 steps",
     r"modelQwen2.5_Coder_([\d.]+B)_Instruct": r"\1",
     r"weightsbfloat16": "weights in bf16",
@@ -59,6 +60,7 @@ START_GROUPS = ("starts", "starts_without")
 RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
 PLAIN_REINFORCE = "plain_reinforce"
+DIRECTIONS = ("directions", "directions_proma", "directions_lambda")
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
 
 
@@ -124,6 +126,7 @@ class Report:
             self.targets(),
             self.plain("Plain steps", PLAIN_GROUPS),
             self.rates("GRPO with SGD: learning rates", ("rates_sgd",)),
+            self.plain("Plain steps: rules with a direction", DIRECTIONS),
             self.plain("Plain steps: weights in bf16", ("bf16",)),
             self.plain("Plain steps: 200 steps", ("long",), ("long_grpo",)),
             self.plain("Plain steps: 1.5B", ("larger",), ("larger_grpo",)),

@@ -32,7 +32,7 @@ from isopo_trl.validation import ValidationCallback
 # Settings of a run that are ISOPOConfig's, handed on by name
 OF_ISOPO = (
     *("rule", "regularization", "token_weights", "fisher_samples", "fisher_scope", "scale", "target_kl"),
-    *("step_kl_share", "skip_zero_advantage", "bf16_updates"),
+    *("step_kl_share", "skip_zero_advantage", "bf16_updates", "spring_decay"),
 )
 # Sequences up to which nothing is recomputed
 SMALL_MICROBATCH = 4
