@@ -32,7 +32,7 @@ class CPPO(Transform):
             "number from 0 to below 1.",
         )
         yield (
-            kept(args.num_generations, args.cppo_pruning) == 0,
+            args.cppo_pruning < 1 and kept(args.num_generations, args.cppo_pruning) == 0,
             f"cppo_pruning={args.cppo_pruning} leaves none of num_generations={args.num_generations} completions: "
             "lower it, or raise num_generations.",
         )

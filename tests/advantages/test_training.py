@@ -62,7 +62,7 @@ def advantages(trainer, number=0):
 
 
 def close(values):
-    return pytest.approx(values, rel=1e-5, abs=1e-6)  # rewards and advantages of TRL's are float32
+    return pytest.approx(values, rel=1e-4, abs=1e-4)  # rewards and advantages of TRL's are float32
 
 
 def distributions(trainer, batch):
