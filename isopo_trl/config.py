@@ -208,7 +208,7 @@ class ISOPOConfig(GRPOConfig):
             How much novelty scales a reward in G2RL. Has to be given with `"g2rl"`: the paper has no number.
         cppo_pruning (`float`, *optional*, defaults to `0.5`):
             Share of a group's completions that CPPO leaves out, from 0 to below 1.
-        simpletir_answer (`str`, *optional*, defaults to `"\\boxed{"`):
+        simpletir_answer (`str`, *optional*, defaults to `"\\\\boxed{"`):
             Regular expression by which SimpleTIR knows an answer. GSM8K's is `"####"`.
         simpletir_deviation (`float`, *optional*, defaults to `0.001`):
             Deviation of a group's rewards below which SimpleTIR leaves the group out.
