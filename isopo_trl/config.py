@@ -497,10 +497,9 @@ class ISOPOConfig(GRPOConfig):
         if isinstance(self.target_kl, str) and self.target_kl != "auto":  # as a command line has a number
             with suppress(ValueError):
                 self.target_kl = float(self.target_kl)
-        if isinstance(self.advantage_transform, list | tuple) and all(
-            isinstance(name, str) for name in self.advantage_transform
-        ):
-            self.advantage_transform = ",".join(self.advantage_transform)
+        names: Any = self.advantage_transform
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            self.advantage_transform = ",".join(names)
         type_fields(self, [*own, "epsilon", *_OF_GRPO])
         if isinstance(self.target_kl, str) and self.target_kl != "auto":
             raise ValueError(f"target_kl={shown(self.target_kl)} is of type str: give a number, 'auto' or None.")

@@ -83,8 +83,8 @@ class Scoring:
 
     def head_rows(self) -> torch.Tensor:
         """The LM head's weight `[V, d]`, a row for each token of the vocabulary; raises where there is no such."""
-        model = self.base_model()
-        weight = getattr(model.get_output_embeddings(), "weight", None)
+        model: Any = self.base_model()
+        weight: Any = getattr(model.get_output_embeddings(), "weight", None)
         width = model.config.get_text_config().vocab_size
         is_whole = isinstance(weight, torch.Tensor) and weight.is_floating_point() and not isinstance(weight, DTensor)
         if not is_whole or weight.dim() != 2 or len(weight) < width:
