@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..geometry.reservoir import content_keys
+from ..geometry.statistics import scalar_dtype
 from ..loss.sampler import behaviour_logps, is_own
 from ..trl_seam.batch import Batch, has_images
 from ..trl_seam.scoring import Scoring, distribution_inputs, takes_positions
@@ -14,7 +15,7 @@ from ..trl_seam.scoring import Scoring, distribution_inputs, takes_positions
 
 class Measured:
     """
-    A [`Rollout`](transform.Rollout) by the trainer's own passes, none of which is made unless it is asked for.
+    A [`Rollout`] by the trainer's own passes, none of which is made unless it is asked for.
 
     Args:
         scoring ([`Scoring`]): the trainer's scoring passes.
@@ -41,7 +42,8 @@ class Measured:
         self._optimizer_steps, self._rows = optimizer_steps, rows
 
     def _of_all_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        return self._accelerator.gather(values.contiguous()).cpu()
+        gathered = self._accelerator.gather(values.contiguous()).cpu()
+        return gathered.double() if gathered.is_floating_point() else gathered
 
     @cached_property
     def prompts(self) -> torch.Tensor:
@@ -55,8 +57,8 @@ class Measured:
 
     @cached_property
     def entropies(self) -> torch.Tensor:
-        entropies, scored = self._scoring.entropies(self._batch, self._rows).double(), self._batch.scored
-        means = (entropies * scored).sum(1) / scored.sum(1).clamp(min=1)
+        entropies, scored = self._scoring.entropies(self._batch, self._rows), self._batch.scored
+        means = (entropies.to(scalar_dtype(entropies.device)) * scored).sum(1) / scored.sum(1).clamp(min=1)
         return self._of_all_ranks(means)
 
     @cached_property
@@ -66,7 +68,7 @@ class Measured:
         if self._accelerator.gather(own).min():
             return torch.zeros(self._accelerator.num_processes * len(batch.advantages), dtype=torch.float64)
         logps = self._scoring.logps_without_gradient(batch, self._rows)
-        ratios = logps.double() - behaviour_logps(batch, logps, self._optimizer_steps)
+        ratios = logps.to(scalar_dtype(logps.device)) - behaviour_logps(batch, logps, self._optimizer_steps)
         return self._of_all_ranks(torch.nan_to_num(ratios, nan=0.0).mul(batch.scored).sum(1))
 
     @cached_property
@@ -78,7 +80,7 @@ class Measured:
             )
         head = self._scoring.head_rows()
         rows = [self._sensitivity(self._batch.rows([row]), head) for row in range(len(self._batch.advantages))]
-        return self._of_all_ranks(torch.stack(rows)).double()
+        return self._of_all_ranks(torch.stack(rows))
 
     def _sensitivity(self, batch: Batch, head: torch.Tensor) -> torch.Tensor:
         """`[d]`, of the only sequence of a batch; one pass, without gradient."""
