@@ -394,9 +394,9 @@ class ISOPOConfig(GRPOConfig):
     advantage_transform: str | None = field(
         default=None,
         metadata={
-            "help": "What becomes of a group's rewards or advantages before the loss: one or several of 'redit' "
-            "(noise), 'g2rl' (novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), "
-            "'cppo' (pruning), 'simpletir' (void turns), with commas between. If `None`, nothing."
+            "help": "What becomes of a group's rewards or advantages before the loss: 'redit' (noise), 'g2rl' "
+            "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' (pruning), "
+            "'simpletir' (void turns), or several with commas between. If `None`, they stay as they are."
         },
     )
     redit_noise: str = field(default="uniform", metadata={"help": "ReDit's noise: 'uniform' or 'gaussian'."})

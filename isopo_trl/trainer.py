@@ -740,12 +740,12 @@ class ISOPOTrainer(GRPOTrainer):
         rows = self.args.per_device_train_batch_size
         rollout = Measured(Scoring(self), self.accelerator, batch, completions, group, self._optimizer_steps, rows)
         advantages = self.accelerator.gather(batch.advantages).cpu().double()
-        generation_ = Generation(totals(rewards[-1], self.reward_weights), advantages, group, rollout)
-        advantages = self.transforms.apply(generation_)
+        whole = Generation(totals(rewards[-1], self.reward_weights), advantages, group, rollout)
+        advantages = self.transforms.apply(whole)
         if advantages.any():
             self.missing_rewards.learned()
         replace_logged_advantages(self, advantages.tolist())
-        self._log({f"advantages/{name}": value for name, value in generation_.figures.items()})
+        self._log({f"advantages/{name}": value for name, value in whole.figures.items()})
         start = self.accelerator.process_index * len(batch.advantages)
         return advantages[start : start + len(batch.advantages)].to(batch.advantages)
 
