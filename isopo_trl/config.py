@@ -273,8 +273,8 @@ class ISOPOConfig(GRPOConfig):
     keep_small: bool = field(
         default=False,
         metadata={
-            "help": "Whether sequences with a small norm keep their size, regularised by `sqrt(x^2 / (lambda E[x^2]) + 1)`. "
-            "Requires `regularization > 0`."
+            "help": "Whether sequences with a small norm keep their size, regularised by "
+            "`sqrt(x^2 / (lambda E[x^2]) + 1)`. Requires `regularization > 0`."
         },
     )
     fisher_samples: int = field(
@@ -310,8 +310,8 @@ class ISOPOConfig(GRPOConfig):
     scale: str = field(
         default="relative",
         metadata={
-            "help": "What becomes of the units of a rule's formula: 'relative' (coefficients of order one, so that the "
-            "learning rate means what it means in GRPO) or 'paper' (the formula to the letter)."
+            "help": "What becomes of the units of a rule's formula: 'relative' (coefficients of order one, so that "
+            "the learning rate means what it means in GRPO) or 'paper' (the formula to the letter)."
         },
     )
     token_weights: str | None = field(

@@ -31,12 +31,12 @@ def first_sentence(member):
     return re.match(r".+?(?=[.:;](?: |$))", plain)[0]
 
 
-def of_setting(field):
+def of_setting(field, annotation):
     """Values, default and meaning of a setting, by its help: `Meaning: 'value' (...) or 'value'. If `None`, ...`."""
     text = field.metadata["help"]
     meaning, _, named = re.match(SENTENCE, text)[0].partition(": '")
     values = re.findall(r"'(\w+)'", f"'{named}") if named else []
-    kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    kind = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     types = [name for name in kind.split(" | ") if name != "None" and not (name == "str" and values)]
     shown = ", ".join([*(f"`{name}`" for name in types), *(f'`"{value}"`' for value in values)])
     otherwise = re.search(r"If `None`, (.+?)\.(?: |$)", text)
@@ -49,7 +49,7 @@ def code():
     """For each row's name, the cells between it and its link."""
     before = GRPOConfig.__dataclass_fields__
     fields = {
-        name: of_setting(field)
+        name: of_setting(field, ISOPOConfig.__annotations__[name])  # parsers change the type of a field
         for name, field in ISOPOConfig.__dataclass_fields__.items()
         if name not in before or field.default != before[name].default
     }
