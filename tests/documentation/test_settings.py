@@ -16,7 +16,7 @@ from isopo_trl.validation import ValidationCallback
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
-SENTENCE = r".+?\.(?= [A-Z]|$)"
+SENTENCE = r".+?(?:\.(?= [A-Z])|$)"
 
 
 def public(holder):
@@ -28,7 +28,7 @@ def first_sentence(member):
     paragraph = " ".join(inspect.getdoc(member).split("\n\n")[0].split())
     plain = re.sub(r" \(see \[.*?\)", "", paragraph)
     plain = re.sub(r"\[`~?(?:\w+\.)*(\w+)`\]", r"`\1`", plain)
-    return re.match(r".+?(?=[.:;](?: |$))", plain)[0]
+    return re.match(r".+?(?=[.:;](?: |$)|$)", plain)[0]
 
 
 def of_setting(field, annotation):
