@@ -595,8 +595,8 @@ def test_links_and_pictures_of_the_site_lead_somewhere(site):
                 assert unquote(anchor) in pages[target].ids, f"{name}: {link}"
 
 
-def test_page_of_settings_has_every_setting_and_method(site):
-    text = " ".join(Page(site / "settings.html").text)
+def test_reference_has_every_setting_and_method(site):
+    text = " ".join(Page(site / "reference.html").text)
     own = ISOPOConfig.__dataclass_fields__.keys() - GRPOConfig.__dataclass_fields__.keys()
     methods = [name for name, member in vars(ISOPO).items() if callable(member) and not name.startswith("_")]
     assert "unscaled" in methods
