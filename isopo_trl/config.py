@@ -395,8 +395,8 @@ class ISOPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "What becomes of a group's rewards or advantages before the loss: 'redit' (noise), 'g2rl' "
-            "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' (pruning), "
-            "'simpletir' (void turns), or several with commas between. If `None`, they stay as they are."
+            "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' "
+            "(pruning), 'simpletir' (void turns), or several with commas between. If `None`, they stay as they are."
         },
     )
     redit_noise: str = field(default="uniform", metadata={"help": "ReDit's noise: 'uniform' or 'gaussian'."})
