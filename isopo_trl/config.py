@@ -7,6 +7,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
+from .advantages import refusals as refused_transforms
 from .fisher_rows.scope import valid_samples, valid_scope
 from .isopo import valid_decay
 from .narrow_weights import choice
@@ -182,6 +183,35 @@ class ISOPOConfig(GRPOConfig):
         bapo_target (`float`, *optional*, defaults to `1.0`):
             What BAPO has tokens with a positive advantage weigh beside those with a negative one, before it stops to
             widen its bounds.
+        advantage_transform (`str`, *optional*):
+            What becomes of a group's rewards or advantages between TRL's reward functions and the loss. The name of a
+            transform, or several, with commas between, that are applied one after another (a list is taken as well).
+            If `None`, nothing. Possible values are:
+
+            - `"redit"`: noise on the rewards (ReDit).
+            - `"g2rl"`: rewards scaled by the novelty of a completion's direction (G2RL).
+            - `"dcpo"`: rewards standardised over all visits of their prompt (DCPO).
+            - `"pacs"`: residuals of a classification of right and wrong (PACS).
+            - `"empg"`: advantages weighed by the entropy of a completion's tokens (EMPG, one turn).
+            - `"cppo"`: of each group, the completions with the largest advantages alone (CPPO).
+            - `"simpletir"`: none of completions with a void turn (SimpleTIR).
+            - The name of a transform that was added with `isopo_trl.advantages.register`.
+        redit_noise (`str`, *optional*, defaults to `"uniform"`):
+            ReDit's noise, `"uniform"` or `"gaussian"`.
+        redit_scale (`float`, *optional*, defaults to `0.05`):
+            How far uniform noise reaches to either side, or the deviation of Gaussian noise.
+        pacs_beta (`float`, *optional*, defaults to `1.0`):
+            PACS's factor of the log-ratios.
+        empg_k (`float`, *optional*, defaults to `1.0`):
+            How much less uncertain completions count in EMPG.
+        g2rl_lambda (`float`, *optional*):
+            How much novelty scales a reward in G2RL. Has to be given with `"g2rl"`: the paper has no number.
+        cppo_pruning (`float`, *optional*, defaults to `0.5`):
+            Share of a group's completions that CPPO leaves out, from 0 to below 1.
+        simpletir_answer (`str`, *optional*, defaults to `"\\\\boxed{"`):
+            Regular expression by which SimpleTIR knows an answer. GSM8K's is `"####"`.
+        simpletir_deviation (`float`, *optional*, defaults to `0.001`):
+            Deviation of a group's rewards below which SimpleTIR leaves the group out.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
             `RLOOTrainer` does, instead of adding it to the loss. There it takes part in the advantages and needs no
@@ -361,6 +391,33 @@ class ISOPOConfig(GRPOConfig):
         default=1.0,
         metadata={"help": "What BAPO has tokens with a positive advantage weigh beside those with a negative one."},
     )
+    advantage_transform: str | None = field(
+        default=None,
+        metadata={
+            "help": "What becomes of a group's rewards or advantages before the loss: 'redit' (noise), 'g2rl' "
+            "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' "
+            "(pruning), 'simpletir' (void turns), or several with commas between. If `None`, they stay as they are."
+        },
+    )
+    redit_noise: str = field(default="uniform", metadata={"help": "ReDit's noise: 'uniform' or 'gaussian'."})
+    redit_scale: float = field(
+        default=0.05, metadata={"help": "How far uniform noise reaches, or the deviation of Gaussian noise."}
+    )
+    pacs_beta: float = field(default=1.0, metadata={"help": "PACS's factor of the log-ratios."})
+    empg_k: float = field(default=1.0, metadata={"help": "How much less uncertain completions count in EMPG."})
+    g2rl_lambda: float | None = field(
+        default=None, metadata={"help": "How much novelty scales a reward in G2RL, with which it has to be given."}
+    )
+    cppo_pruning: float = field(
+        default=0.5, metadata={"help": "Share of a group's completions that CPPO leaves out, from 0 to below 1."}
+    )
+    simpletir_answer: str = field(
+        default=r"\\boxed{", metadata={"help": "Regular expression by which SimpleTIR knows an answer."}
+    )
+    simpletir_deviation: float = field(
+        default=0.001,
+        metadata={"help": "Deviation of a group's rewards below which SimpleTIR leaves the group out."},
+    )
     kl_in_reward: bool = field(
         default=False,
         metadata={
@@ -424,7 +481,13 @@ class ISOPOConfig(GRPOConfig):
         rule = self._rule()
         valid_decay(self.regularization_decay)
         valid_scope(self.fisher_scope, valid_samples(self.fisher_samples), rule)
-        refused = (*refusals(self), *ratio_loss.refusals(self), *choice.refusals(self), *self._refusals())
+        refused = (
+            *refusals(self),
+            *refused_transforms(self),
+            *ratio_loss.refusals(self),
+            *choice.refusals(self),
+            *self._refusals(),
+        )
         for unsupported, message in refused:
             if unsupported:
                 raise ValueError(message)
@@ -434,6 +497,9 @@ class ISOPOConfig(GRPOConfig):
         if isinstance(self.target_kl, str) and self.target_kl != "auto":  # as a command line has a number
             with suppress(ValueError):
                 self.target_kl = float(self.target_kl)
+        names: Any = self.advantage_transform
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            self.advantage_transform = ",".join(names)
         type_fields(self, [*own, "epsilon", *_OF_GRPO])
         if isinstance(self.target_kl, str) and self.target_kl != "auto":
             raise ValueError(f"target_kl={shown(self.target_kl)} is of type str: give a number, 'auto' or None.")

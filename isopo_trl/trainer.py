@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+from .advantages import Chain, Generation, Measured, totals
 from .checkpoints import files, generation, model_card
 from .checkpoints.choice import checkpoint_to_resume
 from .checkpoints.weights import load_converted, lost_weights
@@ -56,7 +57,7 @@ from .token_weights import Weighted, Weighting, ratio_loss
 from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
 from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
 from .trl_seam.loans import borrowed, intercepted, results_noted
-from .trl_seam.log import add_all_to_log, add_to_log
+from .trl_seam.log import add_all_to_log, add_to_log, replace_logged_advantages
 from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_graph
 from .trl_seam.rewards import add_reward
 from .trl_seam.scoring import Scoring
@@ -177,6 +178,7 @@ class ISOPOTrainer(GRPOTrainer):
             seed=args.seed,
         )
         self.weighting: Weighting = weighting(args, self.accelerator)
+        self.transforms = Chain(args)
         self.terms = Terms(self)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
         self._needs_behaviour = self._asks_old_policy or args.bounds_drift
@@ -190,6 +192,7 @@ class ISOPOTrainer(GRPOTrainer):
             self._prepare_to_go_back_twice(", ".join(unscaled))
         self._is_in_training_step = False
         self.skipping = self._skipping()
+        self._refuse_transforms(given)
         if self.skipping is not None:
             self.add_callback(self.skipping)
         self.kl_reward: KLReward | None = None
@@ -292,6 +295,51 @@ class ISOPOTrainer(GRPOTrainer):
         group: Any = args.num_generations if args.group_microbatches else 1
         across, always = self.weighting.looks_across_sequences, self.is_deepspeed_enabled
         return Skipping(Progress(self), self.accelerator, self.loss_type, group, across, always) if skips else None
+
+    def _refuse_transforms(self, given: dict[str, Any]) -> None:
+        """Raise where transforms of advantages cannot be what they are; `given`: the constructor's arguments."""
+        transforms = self.transforms.transforms
+        written = [name for name in ("tools", "environment_factory") if given.get(name)]
+        for transform in transforms if written else ():
+            if transform.needs_one_turn:
+                raise ValueError(
+                    f"advantage_transform={transform.name!r} takes a completion for one turn, and with "
+                    f"{' and '.join(written)} it has several: leave {transform.name!r} out."
+                )
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        sharded = self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+        for transform in transforms if sharded else ():
+            if transform.needs_head:
+                raise ValueError(
+                    f"advantage_transform={transform.name!r} reads the rows of the LM head, which are whole on no "
+                    f"rank under FSDP and ZeRO-3: train under DDP or ZeRO-2, or leave {transform.name!r} out."
+                )
+        if self.transforms.selecting and self._what_needs_every_sequence:
+            raise ValueError(
+                f"advantage_transform={','.join(self.transforms.selecting)!r} leaves sequences out of the loss, all "
+                f"of which are in it with {', '.join(self._what_needs_every_sequence)}: change that, or choose "
+                "another transform."
+            )
+
+    @property
+    def _what_needs_every_sequence(self) -> list[str]:
+        """Settings with which a sequence without an advantage is computed, or has a gradient all the same."""
+        args, skips = self.args, self.args.skip_zero_advantage
+        found = [*self.terms.settings]
+        if skips is False:
+            found.append("skip_zero_advantage=False")
+        if self.isopo.rule.needs.ntk:  # coefficients are of all sequences of a microbatch
+            also = ["group_microbatches=True"] * args.group_microbatches
+            also += [f"token_weights={args.token_weights!r}"] * self.weighting.looks_across_sequences
+            if not skips or also:
+                found.append(" and ".join([f"rule={args.rule!r}", *(also if skips else ["skip_zero_advantage=None"])]))
+        if self.weighting.goes_back_twice:
+            found.append(f"token_weights={args.token_weights!r}")
+        if args.top_entropy_quantile < 1:
+            found.append(f"top_entropy_quantile={args.top_entropy_quantile}")
+        if not found and self.skipping is None:
+            found.append(f"a `_prepare_inputs` or loss of {type(self).__name__}'s own (and skip_zero_advantage=None)")
+        return found
 
     def _step_control(self) -> StepControl:
         """What measures steps, and makes them as long as `target_kl` says."""
@@ -637,12 +685,15 @@ class ISOPOTrainer(GRPOTrainer):
             self.step_control.see(batch, self.state.global_step, self.current_gradient_accumulation_steps, fresh)
 
     def _generate_and_score_completions(self, inputs):
-        needs_behaviour, training = self._needs_behaviour, self.model.training
+        training, needs_behaviour = self.model.training, self._needs_behaviour or self.transforms.needs_behaviour
         policy = self.accelerator.unwrap_model(self.model)
         turns = Turns(policy.get_base_model() if is_peft_model(policy) else policy, self.temperature)
         by_transformers = not (self.use_vllm or self.use_transformers_continuous_batching)
 
+        completions: list[Any] = []
+
         def generated(rollout: Generated) -> bool:
+            completions[:] = rollout.completions
             if self.kl_reward is not None:
                 # What tokens were drawn with may be of another temperature, or truncated; a rollout_func is trusted
                 own = self.rollout_func is not None or turns.drawn_by_policy
@@ -662,11 +713,41 @@ class ISOPOTrainer(GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         if training and (self.isopo.rule.needs.ntk or self.weighting.needs_prompts):
             note_prompts(batch, self.accelerator.process_index, self.num_generations)
-        if self.skipping is not None and training and rewards:  # unless a subclass has others
-            batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])
-        if needs_behaviour:
+        if needs_behaviour or self.transforms:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
+        # Unless a subclass has others
+        if training and rewards and (self.skipping is not None or self.transforms):
+            batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])
+        if self.transforms and self._is_in_training_step:
+            batch["advantages"] = self._transformed(Batch(batch), rewards, completions)
         return batch
+
+    def _transformed(self, batch: Batch, rewards: list[torch.Tensor], completions: list[Any]) -> torch.Tensor:
+        """The advantages `[B]` of this rank's part of a generation, as the transforms leave them."""
+        if not rewards or len(completions) != len(batch.advantages):
+            raise RuntimeError(
+                f"advantage_transform={self.args.advantage_transform!r} needs the rewards of TRL's own generation, "
+                f"which {type(self).__name__} does not make: set advantage_transform=None, or call "
+                "`super()._generate_and_score_completions`."
+            )
+        one_turn = [transform.name for transform in self.transforms.transforms if transform.needs_one_turn]
+        if one_turn and not bool((batch.scored.bool() == batch.completion_mask.bool()).all()):
+            raise ValueError(
+                f"advantage_transform={','.join(one_turn)!r} takes a completion for one turn, and in some of this "
+                "generation a tool or environment has written: leave it out."
+            )
+        group: Any = self.num_generations
+        rows = self.args.per_device_train_batch_size
+        rollout = Measured(Scoring(self), self.accelerator, batch, completions, group, self._optimizer_steps, rows)
+        advantages = self.accelerator.gather(batch.advantages).cpu().double()
+        whole = Generation(totals(rewards[-1], self.reward_weights), advantages, group, rollout)
+        advantages = self.transforms.apply(whole)
+        if advantages.any():
+            self.missing_rewards.learned()
+        replace_logged_advantages(self, advantages.tolist())
+        self._log({f"advantages/{name}": value for name, value in whole.figures.items()})
+        start = self.accelerator.process_index * len(batch.advantages)
+        return advantages[start : start + len(batch.advantages)].to(batch.advantages)
 
     def _without_rounding(self, advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
         """The advantages `[B]` of this rank, 0 where all `rewards` `[N, functions]` of a group are the same."""
@@ -723,6 +804,8 @@ class ISOPOTrainer(GRPOTrainer):
                 "position": generation.position(self),
                 "optimizer_steps": self._optimizer_steps,
             }
+            if self.transforms:
+                state["advantages"] = self.transforms.state_dict()
             if self.step_control is not None:
                 state["step_control"] = self.step_control.state_dict()
             torch.save(state, os.path.join(folder, files.STATE_FILE))
@@ -749,6 +832,7 @@ class ISOPOTrainer(GRPOTrainer):
     def _chosen(self) -> dict[str, Any]:
         """What is done with tokens, by which a checkpoint knows it again: their weights, the loss, and its terms."""
         chosen = {**ratio_loss.of_loss(self.args), **self.terms.chosen, **self.weighting.chosen()}
+        chosen |= self.transforms.chosen()
         return {**chosen, "skip_zero_advantage": self.skipping is not None}
 
     def _load_state(self, checkpoint: Path) -> None:
@@ -771,6 +855,7 @@ class ISOPOTrainer(GRPOTrainer):
         needed = [REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
         if generation.restore(self, checkpoint, state["position"], needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
+        self.transforms.load_state_dict(state.get("advantages", {}))
         if self.step_control is not None:
             self.step_control.load_state_dict(state.get("step_control", {}))
         if changes:

@@ -20,6 +20,7 @@ ADDED = [
     if field.name not in {field.name for field in dataclasses.fields(GRPOConfig)}
 ]
 OF_TOKENS = ("kpo_", "dppo_", "m2po_", "pspo_", "bapo_")
+OF_ADVANTAGES = ("redit_", "pacs_", "empg_", "g2rl_", "cppo_", "simpletir_")
 NAN, INF = float("nan"), float("inf")
 CLIP, SAMPLER = "vllm_importance_sampling_clip", {"token_weights": "sampler"}
 KPO, P3O = {"token_weights": "kpo"}, {"token_weights": "p3o"}
@@ -109,6 +110,40 @@ REFUSED = [
         for name, value, expected in (("max", 0.0, "above 0"), ("max", NAN, "above 0"), ("min", -0.5, "at least 0"))
     ),
     ({**SAMPLER, f"{CLIP}_max": None, f"{CLIP}_min": INF}, [f"{CLIP}_min=inf", "finite"]),
+    # Advantages
+    *(
+        ({"advantage_transform": given}, [f"advantage_transform={given!r}", repr(unknown), "'dcpo'", "commas"])
+        for given, unknown in (("grpo", "grpo"), ("", ""), ("dcpo,,cppo", ""), ("dcpo;cppo", "dcpo;cppo"))
+    ),
+    ({"advantage_transform": 1}, ["advantage_transform=1", "a text or None"]),
+    ({"advantage_transform": ["dcpo", 1]}, ["advantage_transform=['dcpo', 1]", "a text or None"]),
+    ({"advantage_transform": "cppo,redit"}, ["'redit'", "undo", "'cppo'", "put 'redit' first"]),
+    ({"advantage_transform": "redit,empg,dcpo"}, ["'dcpo'", "undo", "'empg'", "put 'dcpo' first"]),
+    ({"advantage_transform": "dcpo,pacs"}, ["two", "(dcpo, pacs)", "keep one"]),
+    ({"advantage_transform": "empg,empg"}, ["advantage_transform='empg,empg'", "twice", "keep one"]),
+    ({"advantage_transform": "dcpo", "scale_rewards": "none"}, ["scale_rewards='none'", "'dcpo'", "remove"]),
+    (
+        {"advantage_transform": "redit", "multi_objective_aggregation": "normalize_then_sum"},
+        ["advantage_transform='redit'", "='normalize_then_sum'", "'sum_then_normalize'"],
+    ),
+    ({"redit_scale": 0.1}, ["redit_scale=0.1", "ReDit", "advantage_transform=None", "'redit'"]),
+    ({"advantage_transform": "dcpo", "cppo_pruning": 0.2}, ["cppo_pruning=0.2", "='dcpo'", "'cppo'"]),
+    ({"advantage_transform": "pacs", "num_iterations": 2}, ["'pacs'", "num_iterations=1", "steps_per_generation"]),
+    *(
+        ({"advantage_transform": name, "beta": 0.1, "kl_in_reward": True, **more}, ["kl_in_reward=True", repr(name)])
+        for name, more in (("pacs", {}), ("g2rl", {"g2rl_lambda": 1.0}))
+    ),
+    ({"advantage_transform": "g2rl"}, ["g2rl_lambda=None", "no number", "give a"]),
+    *(
+        ({"advantage_transform": name.partition("_")[0], name: value}, [f"{name}={value!r}", expected])
+        for name, value, expected in (
+            *(("redit_noise", "pink", "'uniform', 'gaussian'"), ("redit_scale", INF, "finite")),
+            *(("redit_scale", -0.1, "at least 0"), ("pacs_beta", 0.0, "above 0"), ("empg_k", NAN, "at least 0")),
+            *(("g2rl_lambda", -1.0, "at least 0"), ("cppo_pruning", 1.0, "below 1"), ("cppo_pruning", NAN, "below 1")),
+            *(("cppo_pruning", 0.7, "num_generations=3"), ("simpletir_answer", "(", "regular expression")),
+            *(("simpletir_answer", "", "not empty"), ("simpletir_deviation", -1.0, "at least 0")),
+        )
+    ),
     # Numbers that leave no reward, turn it round, or drop it
     ({"kl_in_reward": True}, ["kl_in_reward=True", "set beta"]),
     ({"kl_in_reward": True, "beta": "0.1"}, ["beta='0.1'", "a number"]),
@@ -138,7 +173,8 @@ def test_setting_is_refused_with_its_alternative(settings, names):
 
 def test_object_of_its_own_refuses_the_same_settings():
     of_the_trainer = {"kl_in_reward", "token_weights", "group_microbatches", "skip_zero_advantage"}
-    of_the_object = {name for name in ADDED if not name.startswith(OF_TOKENS)} - of_the_trainer
+    of_the_trainer |= {"advantage_transform"}
+    of_the_object = {name for name in ADDED if not name.startswith(OF_TOKENS + OF_ADVANTAGES)} - of_the_trainer
     cases = [case for case in REFUSED if case[0].keys() <= of_the_object]
     assert len(cases) > 15
     for settings, names in cases:
@@ -168,6 +204,8 @@ def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
         {**KPO, "kpo_gain": 1.0, "kpo_stop_gradient": True, "loss_type": "luspo"},
         {**KPO, "kpo_initial_variance": 0.0, "epsilon": 0.0, "epsilon_high": 0.0},
         {**KPO, "kpo_process_noise": 0.0},
+        {"advantage_transform": ["redit", "dcpo", "empg", "cppo"], "redit_noise": "gaussian", "cppo_pruning": 0.6},
+        {"advantage_transform": "empg,cppo", "multi_objective_aggregation": "normalize_then_sum"},
         # A setting at its default is no setting
         {"kpo_initial_variance": 1.0, "kpo_process_noise": 1e-6, "kpo_gain": None, "kpo_stop_gradient": False},
     ],
@@ -309,6 +347,10 @@ BESIDE = [
     {"token_weights": "m2po", "m2po_budget": 0.1},
     {"token_weights": "pspo", "pspo_alpha": 0.2},
     {"token_weights": "bapo", "bapo_target": 0.5},
+    {"advantage_transform": "redit,pacs", "redit_noise": "gaussian", "redit_scale": 0.1, "pacs_beta": 2.0},
+    {"advantage_transform": "g2rl,empg", "g2rl_lambda": 0.5, "empg_k": 2.0},
+    {"advantage_transform": "simpletir,cppo", "simpletir_answer": "####", "simpletir_deviation": 0.01}
+    | {"cppo_pruning": 0.25},
 ]
 
 
@@ -339,6 +381,7 @@ def test_settings_can_be_given_in_a_file(tmp_path):
     args = parsed("rule: npg\ntoken_weights: kpo\nkpo_gain: 1e-4", "--rule", "fig4", "--epsilon_high", "0.002")
     assert (args.rule, args.regularization, args.token_weights, args.kpo_gain) == ("fig4", 0.2, "kpo", 1e-4)
     assert (args.epsilon, args.epsilon_high) == (0.0003, 0.002)
+    assert parsed("advantage_transform: [redit, dcpo]").advantage_transform == "redit,dcpo"
     # YAML reads the word none as text, and null as nothing
     assert parsed("token_weights: none").token_weights == parsed("token_weights: null").token_weights == "none"
 

@@ -10,8 +10,8 @@ PACKAGE = Path(isopo_trl.__file__).parent
 # From the ground up: a room imports those before it, and nothing else
 FLOORS = [
     *("settings", "geometry", "trl_seam", "rules", "kernels", "fisher_rows", "microbatch", "layers", "isopo"),
-    *("integrations", "token_weights", "loss", "step_size", "narrow_weights", "rewards", "config", "checkpoints"),
-    *("gsm8k", "validation", "trainer"),
+    *("integrations", "token_weights", "loss", "advantages", "step_size", "narrow_weights", "rewards", "config"),
+    *("checkpoints", "gsm8k", "validation", "trainer"),
 ]
 AT_THE_TOP = {"__init__", "config", "trainer", "isopo", "microbatch"}
 

@@ -13,6 +13,7 @@ from accelerate.utils import is_peft_model
 from huggingface_hub import ModelCard
 from transformers import TrainerState
 
+from ..advantages import Chain
 from ..config import ISOPOConfig
 from ..isopo import ISOPO
 from ..token_weights import Weighting
@@ -93,7 +94,7 @@ def write(path: str, model_name: str | None, trainer: Any) -> None:
     if prompt is None:
         has_chat = bool(getattr(trainer.processing_class, "chat_template", None))
         prompt = [{"role": "user", "content": _QUESTION}] if has_chat else _QUESTION
-    settings = _settings(args, trainer.isopo, trainer.weighting)
+    settings = _settings(args, trainer.isopo, trainer.weighting, trainer.transforms)
     if is_peft_model(model):
         card.data.library_name = "peft"
         adapter = model.active_peft_config
@@ -107,7 +108,7 @@ def write(path: str, model_name: str | None, trainer: Any) -> None:
         model=json.dumps(str(hub_id or args.output_dir), ensure_ascii=False),
         procedure=procedure.strip(),
         rule=_plain(trainer.isopo.rule.name),
-        credit=trainer.weighting.credit,
+        credit=" ".join(filter(None, (trainer.weighting.credit, trainer.transforms.credit))),
         outcome=_outcome(trainer.state),
         settings="\n".join(f"| `{name}` | {_plain(str(value))} |" for name, value in settings.items()),
         version=_version(),
@@ -117,7 +118,7 @@ def write(path: str, model_name: str | None, trainer: Any) -> None:
     card.save(path)
 
 
-def _settings(args: ISOPOConfig, isopo: ISOPO, weighting: Weighting) -> dict[str, Any]:
+def _settings(args: ISOPOConfig, isopo: ISOPO, weighting: Weighting, transforms: Chain) -> dict[str, Any]:
     """Settings of a run by name: the rule's, the weighting's, some of every run, and those that were changed."""
     rule = isopo.rule
     changeable = (*ISOPOConfig.__annotations__, *RANGE, *BY_RATIO.get(args.loss_type, ()))
@@ -126,6 +127,7 @@ def _settings(args: ISOPOConfig, isopo: ISOPO, weighting: Weighting) -> dict[str
         "rule": rule.name,
         **{name: value for name, value in rule.settings.items() if name != "name"},
         **{name: getattr(args, name) for name in (*weighting.settings, *weighting.defaults, *_SETTINGS, *changed)},
+        **transforms.chosen(),
         "fisher_scope": isopo.fisher_scope if rule.needs.overlap else None,
     }
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}

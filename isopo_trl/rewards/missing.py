@@ -76,6 +76,10 @@ class MissingRewards:
         means = rewards.nanmean(0).tolist()
         self._means = ", ".join(f"{name!r} {mean:.3g}" for name, mean in zip(names, means, strict=True))
 
+    def learned(self) -> None:
+        """Take that the last generation has advantages after all, which are not made of its rewards alone."""
+        self._in_step[-1:] = [False]
+
     def step(self) -> None:
         """Close an optimizer step, whose completions may be those of a step before."""
         now, self._in_step = self._in_step or self._last, []

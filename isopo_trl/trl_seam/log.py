@@ -6,12 +6,24 @@ from contextlib import contextmanager
 from typing import Any
 
 from .loans import borrowed
+from .required import require
+
+
+require("trl.GRPOTrainer._generate_and_score_completions", mentions=("_logs", "advantages"))
 
 
 def add_to_log(trainer: Any, mode: str, figures: dict[str, float]) -> None:
     """Add to what the next log line of `mode`, `"train"` or `"eval"`, is the mean of."""
     for name, value in figures.items():
         trainer._metrics[mode][name].append(value)
+
+
+def replace_logged_advantages(trainer: Any, advantages: list[float]) -> None:
+    """Put other advantages in the table of completions, in place of those of the last generation, of all ranks."""
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(logged), len(advantages))):
+        logged.pop()
+    logged.extend(advantages)
 
 
 @contextmanager

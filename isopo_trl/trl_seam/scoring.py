@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.distributed.tensor import DTensor
 
 from .batch import IMAGES, Batch, has_images, pad_token_id, together
 from .loans import intercepted
@@ -61,6 +62,37 @@ class Scoring:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         images = {name: batch.get(name) for name in IMAGES}
         return self.score(self.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images)
+
+    def logps_without_gradient(self, batch: Batch, rows: int) -> torch.Tensor:
+        """Log-probabilities `[B, C]` of a batch's completions, in passes of `rows` sequences, without gradient."""
+        return self._scored(batch, rows, compute_entropy=False)[0]
+
+    def entropies(self, batch: Batch, rows: int) -> torch.Tensor:
+        """Entropies `[B, C]` of the distributions that their tokens are drawn from, likewise."""
+        return self._scored(batch, rows, compute_entropy=True)[1]
+
+    def _scored(self, batch: Batch, rows: int, compute_entropy: bool) -> tuple[Any, ...]:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        arguments: dict[str, Any] = {name: batch.get(name) for name in IMAGES}
+        arguments |= {"batch_size": rows, "compute_entropy": compute_entropy}
+        trainer, width = self._trainer, batch.completion_mask.size(1)
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, trainer.args.gradient_checkpointing_kwargs):
+            return trainer._get_per_token_logps_and_entropies(
+                self.model, ids, batch.attention_mask, width, **arguments
+            )
+
+    def head_rows(self) -> torch.Tensor:
+        """The LM head's weight `[V, d]`, a row for each token of the vocabulary; raises where there is no such."""
+        model: Any = self.base_model()
+        weight: Any = getattr(model.get_output_embeddings(), "weight", None)
+        width = model.config.get_text_config().vocab_size
+        is_whole = isinstance(weight, torch.Tensor) and weight.is_floating_point() and not isinstance(weight, DTensor)
+        if not is_whole or weight.dim() != 2 or len(weight) < width:
+            raise ValueError(
+                f"advantage_transform asks for the rows of {type(model).__name__}'s LM head, one for each of its "
+                f"{width} tokens, and it has none that are whole on this device: leave out what needs them ('g2rl')."
+            )
+        return weight.detach()
 
     def log_distributions(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """

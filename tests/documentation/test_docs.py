@@ -31,6 +31,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import GRPOConfig
 
 from isopo_trl import ISOPO, ISOPOConfig, __version__
+from isopo_trl.advantages import TRANSFORMS
 from isopo_trl.layers.registry import _REGISTERED as LAYERS
 from isopo_trl.rules.registry import _REGISTERED as RULES
 from isopo_trl.token_weights import WEIGHTINGS
@@ -103,7 +104,7 @@ def matches(printed, shown):
 @pytest.fixture
 def registries():
     """What a page registers is gone after its test."""
-    with patch.dict(RULES), patch.dict(LAYERS), patch.dict(WEIGHTINGS):
+    with patch.dict(RULES), patch.dict(LAYERS), patch.dict(WEIGHTINGS), patch.dict(TRANSFORMS):
         yield
 
 
@@ -418,6 +419,10 @@ IN_PART = {
         {"multi_objective_aggregation": "normalize_then_sum"},
         {"multi_objective_aggregation": "normalize_then_sum", "beta": 0.1, "kl_in_reward": True},
     ),
+    "scale_rewards": (
+        {"scale_rewards": "none", "advantage_transform": "redit"},
+        {"scale_rewards": "none", "advantage_transform": "dcpo"},
+    ),
     "loss_type": ({"loss_type": "cispo"}, {"loss_type": "cispo", "token_weights": "p3o"}),
     "epsilon": ({"epsilon": 0.1, "token_weights": "kpo"}, {"epsilon": 0.1, "token_weights": "p3o"}),
     "epsilon_high": ({"epsilon_high": 0.28}, {"epsilon_high": 0.28, "token_weights": "sampler"}),
@@ -506,7 +511,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     runs += [{"rule": "interacting", "per_device_train_batch_size": 6}]  # two prompts in a microbatch
     runs += [{"loss_type": loss_type} for loss_type in ("cispo", "vespo")]
     runs[0]["skip_zero_advantage"] = True
-    runs += [{"target_kl": 1e-3, "num_iterations": 2}]
+    runs += [{"target_kl": 1e-3, "num_iterations": 2, "advantage_transform": "dcpo,simpletir"}]
     for settings in [*runs, {"beta": 0.1, "kl_in_reward": True, "entropy_coef": 0.1}]:
         model = tiny.save(tmp_path / "model", "qwen3") if "beta" in settings else "qwen3"
         trainer = training.build(tmp_path, model, max_steps=1, **settings)
@@ -517,7 +522,7 @@ def test_every_metric_is_on_the_page_and_is_logged(tmp_path):
     trainer.train()
     logged |= trainer.state.log_history[0].keys()
     assert [name for name in logged - {"step"} if not is_listed(name, listed)] == []
-    own = {name for name in listed if name.startswith(("isopo/", "sampling/", "step/"))}
+    own = {name for name in listed if name.startswith(("isopo/", "sampling/", "step/", "advantages/"))}
     assert own - {"isopo/noise_scale"} <= logged  # which three sequences may not show
 
 

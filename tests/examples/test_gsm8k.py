@@ -415,6 +415,17 @@ def test_settings_of_the_papers_on_token_weights_are_settings(gsm8k, given):
     assert kpo.chat_template_kwargs == {"enable_thinking": False}
 
 
+def test_transforms_of_advantages_are_settings(gsm8k, given, tmp_path):
+    chosen = ["--advantage_transform=redit,pacs,simpletir", "--redit_scale=0.1", "--simpletir_answer=####"]
+    _, args, _ = gsm8k.read_arguments([*given, *chosen])
+    assert (args.advantage_transform, args.redit_scale) == ("redit,pacs,simpletir", 0.1)
+    assert (args.simpletir_answer, args.pacs_beta) == ("####", 1.0)
+    file = tmp_path / "run.yaml"
+    file.write_text("advantage_transform: dcpo,cppo\ncppo_pruning: 0.25\n")
+    _, args, _ = gsm8k.read_arguments([*given, f"--config={file}", "--cppo_pruning=0.4"])
+    assert (args.advantage_transform, args.cppo_pruning) == ("dcpo,cppo", 0.4)
+
+
 def test_reinforce_keeps_the_token_weights(gsm8k, given):
     _, args, _ = gsm8k.read_arguments([*given, "--trainer=reinforce", "--token_weights=kpo", "--kpo_gain=0.01"])
     assert (args.rule, args.token_weights, args.kpo_gain) == ("none", "kpo", 0.01)

@@ -109,6 +109,28 @@ def shards(rule, **plugins):
     return lambda folder: refuse_sharding(args, SimpleNamespace(state=SimpleNamespace(**plugins)))
 
 
+def with_a_tool(folder):
+    def again(text: str) -> str:
+        """Says it again.
+
+        Args:
+            text: what to say.
+        """
+        return text
+
+    options = {"tools": [again]}
+    training.build(folder, data=tiny.conversational_prompts(6), options=options, advantage_transform="empg")
+
+
+def under_fsdp(**settings):
+    class Sharded(ISOPOTrainer):
+        def _refuse_transforms(self, given):
+            self.is_fsdp_enabled = True
+            super()._refuse_transforms(given)
+
+    return lambda folder: training.build(folder, kind=Sharded, **settings)
+
+
 def compiled_by_accelerate(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")  # as `accelerate launch --dynamo_backend eager` does
@@ -143,6 +165,8 @@ WORDS = {
         shards("spring", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
         shards("proma", deepspeed_plugin=object()),
     ],
+    '`advantage_transform="empg"` with `tools` or an `environment_factory`': [with_a_tool],
+    '`advantage_transform="g2rl"` under FSDP or ZeRO-3': [under_fsdp(advantage_transform="g2rl", g2rl_lambda=1.0)],
     "prefix tuning under gradient checkpointing": [
         trained(peft=PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), gradient_checkpointing=True)
     ],
@@ -198,7 +222,7 @@ def test_no_case_is_left_without_its_row():
 
 # Fields whose refusals are of values that have no meaning, or of settings that contradict each other
 MEANINGLESS = (
-    r"(kpo|dppo|m2po|pspo|bapo)_\w+|vllm_importance_sampling_\w+|top_entropy_quantile|token_weights|kl_in_reward|group_microbatches"
+    r"(kpo|dppo|m2po|pspo|bapo|redit|pacs|empg|g2rl|cppo|simpletir)_\w+|advantage_transform|vllm_importance_sampling_\w+|top_entropy_quantile|token_weights|kl_in_reward|group_microbatches"
     r"|behaviour_kl|step_kl_share|target_kl_offload"
 )
 
@@ -219,6 +243,9 @@ OF_ROWS = [
     "a part of the weights",
     "acts on even without an advantage",
     "go back through the model twice",
+    "takes a completion for one turn",
+    "reads the rows of the LM head",
+    "leaves sequences out of the loss",
     "one advantage per sequence",
     "ISOPO cannot train",
     "is compiled",

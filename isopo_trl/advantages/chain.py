@@ -1,0 +1,85 @@
+"""The transforms of a run, one after another."""
+
+from typing import Any
+
+import torch
+
+from .normalisation import normalised
+from .transform import STAGES, Generation, Transform, named
+
+
+class Chain:
+    """
+    The transforms that the settings name.
+
+    Args:
+        args ([`ISOPOConfig`]): the settings.
+    """
+
+    def __init__(self, args: Any):
+        self._args = args
+        self.transforms: list[Transform] = [transform(args) for transform in named(args.advantage_transform)]
+
+    def __bool__(self) -> bool:
+        return bool(self.transforms)
+
+    @property
+    def selecting(self) -> list[str]:
+        """The names of those that leave sequences out."""
+        return [transform.name for transform in self.transforms if transform.stage == STAGES[-1]]
+
+    @property
+    def needs_behaviour(self) -> bool:
+        """Whether one of them asks what tokens were drawn with."""
+        return any(transform.needs_behaviour for transform in self.transforms)
+
+    @property
+    def credit(self) -> str:
+        """Sentences for the model card."""
+        return " ".join(transform.credit for transform in self.transforms if transform.credit)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The settings that they have."""
+        return tuple(name for transform in self.transforms for name in transform.settings)
+
+    def chosen(self) -> dict[str, Any]:
+        """Names and settings, by which a checkpoint knows them again."""
+        return {name: getattr(self._args, name) for name in ("advantage_transform", *self.settings)}
+
+    def apply(self, generation: Generation) -> torch.Tensor:
+        """The advantages `[N]` that come to the loss, of a generation with those that TRL has made."""
+        for transform in self.transforms:
+            result = transform.apply(generation)
+            self._verify(result, generation, transform)
+            if transform.stage == "rewards":
+                generation.rewards = result
+                result = normalised(result, generation.group, str(self._args.scale_rewards))
+            generation.advantages = result.masked_fill(~generation.is_scored, 0)
+        return generation.advantages
+
+    @staticmethod
+    def _verify(result: Any, generation: Generation, transform: Transform) -> None:
+        shape, expected = list(getattr(result, "shape", [])), list(generation.rewards.shape)
+        if not isinstance(result, torch.Tensor) or shape != expected:
+            found = f"of shape {shape}" if isinstance(result, torch.Tensor) else f"of type {type(result).__name__}"
+            raise ValueError(
+                f"advantage_transform={transform.name!r}: `apply` of {type(transform).__name__} returned something "
+                f"{found} instead of one number for each completion, a tensor of shape {expected}."
+            )
+        broken = int((~result[generation.is_scored].isfinite()).sum())
+        if broken:
+            raise ValueError(
+                f"advantage_transform={transform.name!r}: `apply` of {type(transform).__name__} returned numbers that "
+                f"are not finite for {broken} completions with a reward: look at what it divides by, and return 0 for "
+                "a completion that is to be left out."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """By name, what each of them needs to go on."""
+        return {transform.name: transform.state_dict() for transform in self.transforms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what [`state_dict`] returned; those of which it has nothing begin anew."""
+        for transform in self.transforms:
+            transform.load_state_dict(state.get(transform.name, {}))

@@ -1,0 +1,53 @@
+"""
+EMPG (entropy-modulated policy gradients, as ARLArena has it): confident steps of an agent count more. With the mean
+entropy `H` of a step's tokens, scaled to 0..1 over the batch,
+
+    g = exp(-k H) / mean of exp(-k H),   A' = A g + zeta exp(-k H of the next step)
+
+and the mean of A' over all steps is subtracted. `k` is 1.
+
+This is the case of one turn: a completion is one step, there is no next one, and the term with `zeta` (0.05 or 0.1 in
+the sources) is not there. The batch is the generation, of all ranks. Since its mean is subtracted, a group in which
+all rewards are the same has an advantage, too.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .transform import Generation, Transform, register
+
+
+@register("empg")
+class EMPG(Transform):
+    """Advantages, weighed by how certain a completion's tokens were. Costs a forward pass over the generation."""
+
+    title = "EMPG"
+    credit = "Advantages were modulated by entropy, as in EMPG."
+    settings = ("empg_k",)
+    needs_one_turn = True
+
+    @classmethod
+    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
+        yield (
+            not 0 <= args.empg_k < math.inf,
+            f"empg_k={args.empg_k} is how much less uncertain completions count: give a finite number of at least 0.",
+        )
+
+    def apply(self, generation: Generation) -> torch.Tensor:
+        scored = generation.is_scored
+        if not scored.any():
+            return generation.advantages
+        weights = modulation(generation.rollout.entropies[scored], self.args.empg_k)
+        modulated = generation.advantages[scored] * weights
+        return generation.advantages.masked_scatter(scored, modulated - modulated.mean())
+
+
+def modulation(entropies: torch.Tensor, k: float) -> torch.Tensor:
+    """`g` `[N]`, of mean 1, of the mean entropies `[N]`."""
+    least, largest = entropies.aminmax()
+    scaled = (entropies - least) / (largest - least) if largest > least else torch.zeros_like(entropies)
+    confidence = (-k * scaled).exp()
+    return confidence / confidence.mean()
