@@ -183,8 +183,8 @@ class ISOPOConfig(GRPOConfig):
             What BAPO has tokens with a positive advantage weigh beside those with a negative one, before it stops to
             widen its bounds.
         capo_tau_h (`float`, *optional*, defaults to `0.01`):
-            Change of the objective, by a plain step at the LM head along one token's gradient, from which on CAPO gates
-            the token.
+            Change of the objective, by a plain step at the LM head along one token's gradient, from which on CAPO
+            gates the token.
         capo_tau_f (`float`, *optional*, defaults to `1e-4`):
             The same for the change of the policy.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
@@ -325,8 +325,8 @@ class ISOPOConfig(GRPOConfig):
             "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
             "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
             "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo', 'capo' (gated "
-            "or bent ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM generates "
-            "with its correction, else 'none'."
+            "or bent ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM "
+            "generates with its correction, else 'none'."
         },
     )
     epsilon: float | None = field(  # type: ignore[assignment]

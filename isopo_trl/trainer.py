@@ -236,9 +236,9 @@ class ISOPOTrainer(GRPOTrainer):
         rule = self.isopo.rule
         if self.weighting.of_plain_steps and not optimizers.is_plain(self.optimizer, args):
             yield (
-                f"token_weights={args.token_weights!r} gates tokens by what a plain gradient step at the learning rate "
-                "would do, and the steps of another optimizer have other lengths and directions, so that its bounds "
-                "mean little: set optim='sgd' without momentum, or find bounds by off_policy/gated."
+                f"token_weights={args.token_weights!r} gates tokens by what a plain gradient step at the learning "
+                "rate would do, and the steps of another optimizer have other lengths and directions, so that its "
+                "bounds mean little: set optim='sgd' without momentum, or find bounds by off_policy/gated."
             )
         if rule.needs.direction:
             yield from self._warnings_of_direction()

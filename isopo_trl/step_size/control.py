@@ -153,7 +153,7 @@ class StepControl(TrainerCallback):
         self._find_rates(self.size)
 
     def rate_ahead(self) -> float | None:
-        """The largest learning rate of the step under way, as far as it is known before it; `None` without a target."""
+        """The largest learning rate of the step under way, as far as it is known now; `None` without a target."""
         if self.size is None or self._optimizer is None:
             return None
         self._find_rates(self.size)

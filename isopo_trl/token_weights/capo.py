@@ -10,9 +10,9 @@ v`. Objective and policy then change, to second order, by
     m_H = eta A^2 |v|^2 |h|^2 + eta^2/2 A [(v.u)^2 - (sum pi u^2 - (sum pi u)^2)]
     m_F = eta^2/2 (v.u)^2
 
-and a token is kept where `|m_H| < tau_H` and `m_F < tau_F`. Both need of `pi` the probability of the token and the sums
-of squares and cubes, no more: `|v|^2 = 1 - 2 p + sum pi^2`, `v.u = A |h|^2 |v|^2`, and the bracket's variance is
-`A^2 |h|^4 [sum pi^3 + p - 2 p^2 - (p - sum pi^2)^2]`.
+and a token is kept where `|m_H| < tau_H` and `m_F < tau_F`. Of `pi` both need no more than the token's own probability
+`p` and the sums of squares and cubes: `|v|^2 = 1 - 2 p + sum pi^2`, `v.u = A |h|^2 |v|^2`, and the variance in the
+bracket is `A^2 |h|^4 [sum pi^3 + p - 2 p^2 - (p - sum pi^2)^2]`.
 
 The formulas and `tau_H = 0.01`, `tau_F = 1e-4` are those of the authors' code (luckeciano/stable-pg-llm) for SGD; it
 takes the `top_k` most likely tokens for the vocabulary, which is whole here, as in the loss. By default it has Adam's
