@@ -64,8 +64,7 @@ def weigh(
         return Weighed(Weighted(), batch.weighed(), outputs)
     logps = outputs.logps
     ids, prompts = batch.get("completion_ids"), batch.get(PROMPT_NUMBERS)
-    others = {"ids": ids, "prompts": prompts, "head": head, "learning_rate": learning_rate}
-    weighted = weighting(logps, behaviour, batch.counted, advantages, **others)
+    weighted = weighting(logps, behaviour, batch.counted, advantages, ids, prompts, head, learning_rate)
     if weighted.old_logps is not None:
         old = weighted.old_logps
         return Weighed(weighted, batch.weighed(old_logps=old, sampler_logps=old), outputs)

@@ -136,7 +136,8 @@ _dispatcher = _HeadDispatcher()
 @contextmanager
 def head_figures_noted() -> Iterator[list[HeadFigures]]:
     """Context in which each call of TRL's chunked log-probabilities leaves its [`HeadFigures`]."""
-    _dispatcher.noted = noted = []
+    noted: list[HeadFigures] = []
+    _dispatcher.noted = noted
     try:
         yield noted
     finally:
