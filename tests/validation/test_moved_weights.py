@@ -8,16 +8,21 @@ from isopo_trl.validation import MovedWeights, moved_weights
 from tests import training
 
 
+def that_move(model):
+    """Every other weight of all but the first parameter, the embedding, so that places matter."""
+    return [p.view(-1)[::2] for p in list(model.parameters())[1:]]
+
+
 class Move(TrainerCallback):
-    """At each step, moves every other weight by as much as is said, and writes down what that makes."""
+    """At each step, moves some weights by as much as is said."""
 
     def __init__(self, model, distance):
         self.model, self.distance = model, distance
 
     @torch.no_grad()
     def on_step_end(self, args, state, control, **kwargs):
-        for p in self.model.parameters():
-            p.view(-1)[::2] += self.distance
+        for weights in that_move(self.model):
+            weights += self.distance
 
 
 def run(folder, distance=0.0, threshold=1e-5, resume=None, begin=None, callback=True, **settings):
@@ -42,13 +47,11 @@ def test_share_is_that_of_the_weights_further_than_the_threshold(sampled, tmp_pa
     shares = [[log[f"weights/{name}"] for name in ("moved", "moved_bf16")] for log in logs]
     assert shares[0] == [0, 0] and shares[1][1] == 0
     total = sum(p.numel() for p in trainer.model.parameters())
-    if total <= sampled:
-        expected = sum(len(p.view(-1)[::2]) for p in trainer.model.parameters()) / total
-        assert shares[1][0] == pytest.approx(expected)
-    else:
-        assert shares[1][0] == pytest.approx(0.5, abs=0.1)
+    expected = sum(map(len, that_move(trainer.model))) / total
+    assert 0.2 < expected < 0.45  # five deviations of 500
+    assert shares[1][0] == pytest.approx(expected, abs=1e-6 if total <= sampled else 0.1)
     _, logs = run(tmp_path, distance=0.01, begin=1.0)
-    assert logs[0]["weights/moved_bf16"] == logs[0]["weights/moved"] > 0.3
+    assert logs[0]["weights/moved_bf16"] == logs[0]["weights/moved"] > 0.1
 
 
 def test_a_resumed_run_goes_on_from_where_the_first_one_began(tmp_path, caplog):
@@ -56,7 +59,7 @@ def test_a_resumed_run_goes_on_from_where_the_first_one_began(tmp_path, caplog):
     trainer, whole = run(tmp_path, distance=6e-6, begin=1.0, **settings)
     checkpoint = tmp_path / "checkpoint-1"
     resumed, rest = run(tmp_path, distance=6e-6, resume=str(checkpoint), **settings)
-    assert rest[-1]["weights/moved"] == whole[-1]["weights/moved"] > 0.3
+    assert rest[-1]["weights/moved"] == whole[-1]["weights/moved"] > 0.1
     callback = next(each for each in resumed.callback_handler.callbacks if isinstance(each, MovedWeights))
     assert (callback._start == 1.0).all()
     # One that was saved without it
