@@ -15,8 +15,8 @@ and a token is kept where `|m_H| < tau_H` and `m_F < tau_F`. Of `pi` both need n
 bracket is `A^2 |h|^4 [sum pi^3 + p - 2 p^2 - (p - sum pi^2)^2]`.
 
 The formulas and `tau_H = 0.01`, `tau_F = 1e-4` are those of the authors' code (luckeciano/stable-pg-llm) for SGD; it
-takes the `top_k` most likely tokens for the vocabulary, which is whole here, as in the loss. By default it has Adam's
-moments in them, which is not part of this, and GRPO's clipping of `r`, which is not, either.
+takes the `top_k` most likely tokens for the vocabulary, which is whole here, as in the loss. Its Adam's moments in the
+formulas, and its clipping of `r`, are not part of this.
 """
 
 import math
