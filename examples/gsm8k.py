@@ -94,7 +94,7 @@ DEFAULTS = {
     "report_to": "none",
     "lora_target_modules": ["all-linear"],
 }
-# Adapters need a higher one than full weights (docs/results.md, "LoRA: learning rates")
+# Adapters need a higher one than full weights (docs/runs.md, "LoRA: learning rates")
 OF_ADAPTERS = {"learning_rate": 5e-5}
 # Plain gradient steps find their rate by the length that a step is to have, from the first one on
 OF_SGD = {"learning_rate": ISOPOConfig.learning_rate, "lr_scheduler_type": "constant", "warmup_steps": 0}

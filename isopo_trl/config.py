@@ -273,13 +273,13 @@ class ISOPOConfig(GRPOConfig):
     )
     proma_bound: float = field(
         default=0.5,
-        metadata={"help": "How long that projection may be, in lengths of the microbatch's own gradient."},
+        metadata={"help": "How long this projection may be, in lengths of the microbatch's own gradient."},
     )
     keep_small: bool = field(
         default=False,
         metadata={
-            "help": "Regularise by sqrt(x^2 / (lambda E[x^2]) + 1), which leaves sequences with a small norm alone. "
-            "Requires `regularization > 0`."
+            "help": "Whether sequences with a small norm keep their size, regularised by "
+            "`sqrt(x^2 / (lambda E[x^2]) + 1)`. Requires `regularization > 0`."
         },
     )
     fisher_samples: int = field(
@@ -292,9 +292,9 @@ class ISOPOConfig(GRPOConfig):
     fisher_scope: str | None = field(
         default=None,
         metadata={
-            "help": "Where these positions are from: 'step' (all microbatches and ranks of the optimizer step before, "
-            "so that nothing depends on how the batch is cut) or 'microbatch'. If `None`, 'step' for rules that have "
-            "a Fisher norm."
+            "help": "Where the positions of the Fisher metric are from: 'step' (all microbatches and ranks of the "
+            "optimizer step before, so that nothing depends on how the batch is cut) or 'microbatch'. If `None`, "
+            "'step' for rules that have a Fisher norm, and 'microbatch' with more than 1,024 samples."
         },
     )
     group_microbatches: bool = field(
@@ -308,15 +308,15 @@ class ISOPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Whether to leave out sequences whose advantage is zero before the forward pass, and to pack the "
-            "others of an optimizer step into fewer or smaller microbatches. If `None`, where no term of the loss, "
-            "no rule and no method of a subclass looks at them."
+            "others of an optimizer step into fewer or smaller microbatches. If `None`, it is done where no term "
+            "of the loss, no rule and no method of a subclass looks at them."
         },
     )
     scale: str = field(
         default="relative",
         metadata={
-            "help": "'relative': coefficients of order one, so that the learning rate means what it means in GRPO. "
-            "'paper': the formula to the letter."
+            "help": "What becomes of the units of a rule's formula: 'relative' (coefficients of order one, so that "
+            "the learning rate means what it means in GRPO) or 'paper' (the formula to the letter)."
         },
     )
     token_weights: str | None = field(
@@ -332,8 +332,8 @@ class ISOPOConfig(GRPOConfig):
     epsilon: float | None = field(  # type: ignore[assignment]
         default=None,
         metadata={
-            "help": "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is, "
-            "unless `epsilon_high` or `delta` is given; with KPO 0.0003, DCPO 0.16, ASPO 0.2."
+            "help": "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is "
+            "clipped, unless `epsilon_high` or `delta` is given; with KPO 0.0003, DCPO 0.16, ASPO 0.2."
         },
     )
     kpo_gain: float | None = field(
@@ -355,7 +355,7 @@ class ISOPOConfig(GRPOConfig):
             "'dppo_tv' and 0.05 for 'dppo_kl'."
         },
     )
-    dppo_cap: float = field(default=20.0, metadata={"help": "Largest ratio of DPPO's."})
+    dppo_cap: float = field(default=20.0, metadata={"help": "Largest ratio by which DPPO weighs a token."})
     m2po_budget: float = field(
         default=0.04, metadata={"help": "Mean of (log r)^2 that M2PO leaves to the tokens that lead on."}
     )
@@ -370,7 +370,7 @@ class ISOPOConfig(GRPOConfig):
         default=0.01,
         metadata={"help": "Change of the objective by a step along one token, from which on CAPO gates the token."},
     )
-    capo_tau_f: float = field(default=1e-4, metadata={"help": "The same for the change of the policy."})
+    capo_tau_f: float = field(default=1e-4, metadata={"help": "Change of the policy by such a step, from which on CAPO gates the token."})
     kl_in_reward: bool = field(
         default=False,
         metadata={
@@ -382,10 +382,10 @@ class ISOPOConfig(GRPOConfig):
     target_kl: float | str | None = field(
         default=None,
         metadata={
-            "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy. "
-            "The learning rate is then found while training, starting from `learning_rate`. 'auto' is 0.05 nats per "
-            "completion (0.25 for SGD without momentum), and what `optim='sgd'` has where neither this nor "
-            "`learning_rate` is given."
+            "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy: "
+            "'auto' (0.05 nats per completion, 0.25 for SGD without momentum) or a number. The learning rate is then "
+            "found while training, starting from `learning_rate`. If `None`, there is no target, but `optim='sgd'` "
+            "has 'auto' where no `learning_rate` is given either."
         },
     )
     log_step_kl: bool = field(
@@ -393,7 +393,7 @@ class ISOPOConfig(GRPOConfig):
     )
     step_kl_share: float = field(
         default=0.03125,
-        metadata={"help": "Share of an optimizer step's sequences by which it is measured, in (0, 1]."},
+        metadata={"help": "Share of an optimizer step's sequences by which its length is measured, in (0, 1]."},
     )
     behaviour_kl: float | None = field(
         default=None,
@@ -415,7 +415,7 @@ class ISOPOConfig(GRPOConfig):
     )
     float32_gradients: bool = field(
         default=False,
-        metadata={"help": "Whether gradients of weights in bf16 are added up in float32. With `bf16_updates`."},
+        metadata={"help": "Whether gradients of weights in bf16 are added up in float32, with `bf16_updates`."},
     )
 
     def __post_init__(self):

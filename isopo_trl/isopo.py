@@ -451,9 +451,9 @@ class ISOPO:
 
     def add_momentum(self) -> None:
         """
-        For a rule that adds to a step's gradient what it has kept of the step before (`"spring"`): add it, and keep
-        the sum. Call once per optimizer step, after the last backward and before the gradient is clipped; where
-        nothing is clipped, [`step`] does it. With other rules, nothing happens.
+        Add to a step's gradient what a rule with momentum (`"spring"`) has kept of the step before, and keep the sum.
+        Call once per optimizer step, after the last backward and before the gradient is clipped; where nothing is
+        clipped, [`step`] does it. With other rules, nothing happens.
         """
         self._close()
         if not isinstance(self._direction, LastStep) or self._is_advanced or not self._microbatches:

@@ -42,7 +42,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--matrix", type=Path, default=HERE / "matrix.yaml")
         command.add_argument("--results", type=Path, default=HERE / "runs")
         if name == "report":
-            command.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of results.md")
+            command.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of runs.md")
             continue
         command.add_argument("--group", action="append", help="this group of the matrix alone; may be repeated")
         command.add_argument("--smoke", action="store_true", help="everything small, with transformers' generation")

@@ -1,5 +1,5 @@
 """
-`learning.py report`: tables and figures of docs/results.md, from the results' files alone.
+`learning.py report`: the tables of docs/runs.md and the figures beside them, from the results' files alone.
 
 What it writes stands between two markers of the page; the rest of the page is written by hand. Every number has its n
 beside it, and what is not yet run is said in its place.
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import report_figures
 from matrix import Matrix, Run, held_back_score, read_results, short_rate
@@ -56,6 +56,7 @@ SAID = {
 GENERATION = "generation"  # as `phases.py` calls it
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
 STARTS = "results_starts.png"
+DIFFERENCES_FROM_GRPO = "results_differences.png"
 START_GROUPS = ("starts", "starts_without")
 RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
@@ -64,8 +65,16 @@ DIRECTIONS = ("directions", "directions_proma", "directions_lambda")
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
 
 
+class Estimate(NamedTuple):
+    """A mean of differences by seed: these, its interval, and whether that is of the problems alone."""
+
+    values: list[float]
+    interval: tuple[float, float] | None
+    of_problems: bool = False
+
+
 def main(matrix: Path, results: Path, docs: Path) -> int:
-    page = docs / "results.md"
+    page = docs / "runs.md"
     text = page.read_text()
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         print(f"learning.py: {page} must have these two lines, once each:\n{BEGIN}\n{END}", file=sys.stderr)
@@ -148,7 +157,33 @@ class Report:
         starts = self.start_rows()
         if any(report_figures.has_target(label) for label in starts):
             names.append(report_figures.starts(starts, self.start, docs / STARTS))
+        differences = self.differences_from_grpo()
+        if differences:
+            names.append(report_figures.differences(differences, docs / DIFFERENCES_FROM_GRPO))
         return names
+
+    def differences_from_grpo(self) -> dict[str, dict[str, Estimate]]:
+        """Of test accuracy, in points, by seed: of each method, under a title for what it shares with its GRPO."""
+        old = self.by_label(("stale", "stale_p3o", "stale_clipped", "stale_regularized"))
+        blocks = {
+            "AdamW": self.main_rows(),
+            "8 steps per generation": {name: runs for name, runs in old.items() if "8 steps per" in name},
+            "LoRA r = 32": self.rows_at_best("rates_lora", "lora"),
+            "Muon": self.rows_at_best("rates_muon", "muon"),
+            "SGD without momentum": {**self.grpo_of(()), **self.by_label(PLAIN_GROUPS)},
+        }
+        found = {}
+        for title, rows in blocks.items():
+            base = next((label for label in rows if label.startswith("grpo,")), None)
+            others = {label: runs for label, runs in rows.items() if label != base} if base else {}
+            estimates = {
+                label.replace(f", {title}", "").removeprefix("plain_"): in_points(runs, rows[base])
+                for label, runs in others.items()
+                if base
+            }
+            if any(estimate.values for estimate in estimates.values()):
+                found[title] = {label: estimate for label, estimate in estimates.items() if estimate.values}
+        return found
 
     # What there is
 
@@ -501,12 +536,16 @@ class Report:
             rows[labelled(result, said(variant(result)))].append(result)
         return dict(rows)
 
-    def plain(self, title: str, groups: tuple[str, ...], beside: tuple[str, ...] = ()) -> str:
-        """Runs of groups, their steps' lengths, and what they are beside GRPO and beside REINFORCE's plain steps."""
-        of_grpo, wanted = self.grpo_of(beside), groups + beside
+    def by_label(self, groups: tuple[str, ...]) -> Rows:
+        """Runs of groups, with the target of their steps in the label."""
         rows: Rows = defaultdict(list)
         for _, result in self.finished(groups):
             rows[with_target(result)].append(result)
+        return dict(rows)
+
+    def plain(self, title: str, groups: tuple[str, ...], beside: tuple[str, ...] = ()) -> str:
+        """Runs of groups, their steps' lengths, and what they are beside GRPO and beside REINFORCE's plain steps."""
+        of_grpo, rows, wanted = self.grpo_of(beside), self.by_label(groups), groups + beside
         lines = [f"## {title}"]
         if not rows:
             return "\n".join([*lines, *self.missing(wanted)])
@@ -523,16 +562,19 @@ class Report:
             lines += [*table(["method", *DIFFERENCES]), *of_rules]
         return "\n".join([*lines, *self.missing(wanted)])
 
-    def at_best(self, title: str, rates: str, seeds: str) -> str:
-        """Each method at its rate, chosen from the group of rates, beside GRPO at its own: those with a whole grid."""
+    def rows_at_best(self, rates: str, seeds: str) -> Rows:
+        """Each method at its rate, chosen from the group of rates: those with a whole grid."""
         methods = unique(entry.method for entry in self.matrix.entries if entry.group == rates)
         best = {method: self.matrix.best_of(method, [rates], self.results) for method in methods}
         made: dict[str, list[Result]] = {method: [] for method in methods}
         for run, result in self.finished((rates, seeds)):
             if run.settings["learning_rate"] == best[run.method]:
                 made[run.method].append(result)
-        rows = {labelled(results[0], said(variant(results[0]))): results for results in made.values() if results}
-        lines = [f"## {title}"]
+        return {labelled(results[0], said(variant(results[0]))): results for results in made.values() if results}
+
+    def at_best(self, title: str, rates: str, seeds: str) -> str:
+        """Each method at its rate, beside GRPO at its own."""
+        rows, lines = self.rows_at_best(rates, seeds), [f"## {title}"]
         if rows:
             base = next((label for label in rows if label.startswith("grpo,")), None)
             lines += ["", *self.comparison(rows, base)]
@@ -951,18 +993,23 @@ def difference(
     return with_interval(values, bootstrap_interval(values), form)
 
 
-def difference_of_tests(first: list[Result], second: list[Result], same: str | None = None) -> str:
-    """In points, with an interval over seeds and problems; of few seeds, over problems alone."""
+def in_points(first: list[Result], second: list[Result], same: str | None = None) -> Estimate:
+    """Difference in test accuracy, with an interval over seeds and problems; of few seeds, over problems alone."""
     seeds = paired(first, second, same)
     values = [100 * fmean(accuracy(a) - accuracy(b) for a, b in pairs) for pairs in seeds]
     if not values:
-        return with_interval(values, None, "{:+.1f}")
+        return Estimate(values, None)
     each = [mean_by_problem(pairs) for pairs in seeds]
     interval = crossed_interval(each)
     if interval is not None:
-        return with_interval(values, interval, "{:+.1f}")
+        return Estimate(values, interval)
     of_problems = [sum(column) / len(column) for column in zip(*each, strict=True)]
-    return with_interval(values, interval_over_problems(of_problems), "{:+.1f}") + ", problems alone"
+    return Estimate(values, interval_over_problems(of_problems), of_problems=True)
+
+
+def difference_of_tests(first: list[Result], second: list[Result], same: str | None = None) -> str:
+    values, interval, of_problems = in_points(first, second, same)
+    return with_interval(values, interval, "{:+.1f}") + (", problems alone" if of_problems else "")
 
 
 def mean_by_problem(pairs: list[tuple[Result, Result]]) -> list[float]:

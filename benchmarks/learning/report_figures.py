@@ -113,6 +113,37 @@ def starts(rows: dict[str, dict[float, list[Result]]], start: Result | None, fil
     return _saved(figure, file)
 
 
+def differences(blocks: dict[str, dict[str, Any]], file: Path) -> str:
+    """Differences in test accuracy with their intervals, a line each; hollow where that is of the problems alone."""
+    from matplotlib.figure import Figure
+
+    lines = sum(map(len, blocks.values())) + 1.4 * len(blocks)
+    figure = Figure(figsize=(6.2, 0.6 + 0.21 * lines), layout="constrained")
+    axis = figure.subplots()
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+    places, names, height = [], [], 0.0
+    for title, block in blocks.items():
+        title_at = {"transform": axis.get_yaxis_transform(), "va": "center"}
+        axis.text(0, height, title, fontsize=9, weight="bold", backgroundcolor="white", **title_at)
+        height -= 1
+        for label, (values, interval, of_problems) in block.items():
+            mean = sum(values) / len(values)
+            low, high = interval or (mean, mean)
+            hue = color(label)
+            axis.plot((low, high), (height, height), color=hue, linewidth=1.4, alpha=0.4 if of_problems else 1)
+            axis.plot(mean, height, "o", color=hue, markersize=5, fillstyle="none" if of_problems else "full")
+            places.append(height)
+            names.append(f"{label} (n = {len(values)})")
+            height -= 1
+        height -= 0.4
+    axis.set_yticks(places, names, fontsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.set_ylim(height + 0.6, 0.7)
+    axis.set_xlabel("test accuracy, difference from GRPO in points", fontsize=9)
+    return _saved(figure, file)
+
+
 def at(result: Result, step: int) -> dict[str, Any]:
     """The validation at a step."""
     return next(v for v in result["validations"] if v["step"] == step)

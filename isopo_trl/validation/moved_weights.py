@@ -24,9 +24,10 @@ SAMPLED = 2**16
 
 class MovedWeights(TrainerCallback, ExportableState):
     """
-    Logs the share of the trained weights that are further than `threshold` from where they were when training began,
-    a figure of [Reinforcement Learning Finetunes Small Subnetworks in Large Language
-    Models](https://huggingface.co/papers/2505.11711): as `weights/moved` of the weights as the model has them, and as
+    Logs the share of the trained weights that have moved since training began.
+
+    It is a figure of [Reinforcement Learning Finetunes Small Subnetworks in Large Language
+    Models](https://huggingface.co/papers/2505.11711). `weights/moved` is of the weights as the model has them,
     `weights/moved_bf16` of the same rounded to bf16 before they are compared, where a short step is no step at all.
 
     At each log line 65,536 weights, drawn once from all trained ones by the trainer's `seed`, are compared with their

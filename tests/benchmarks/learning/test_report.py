@@ -49,12 +49,12 @@ def report(module, tmp_path):
     docs, runs = tmp_path / "docs", tmp_path / "learning" / "runs"
     docs.mkdir()
     runs.mkdir(parents=True)
-    (docs / "results.md").write_text(f"# By hand\n\n{module.BEGIN}\nmade earlier\n{module.END}\n\nBelow.\n")
+    (docs / "runs.md").write_text(f"# By hand\n\n{module.BEGIN}\nmade earlier\n{module.END}\n\nBelow.\n")
 
     def make(*results):
         for result in results:
             (runs / f"{result['name']}.json").write_text(json.dumps(result))
-        return module.main(MATRIX, runs, docs), (docs / "results.md").read_text()
+        return module.main(MATRIX, runs, docs), (docs / "runs.md").read_text()
 
     make.docs = docs
     return make
@@ -181,7 +181,7 @@ def test_what_is_written_by_hand_stays_and_what_is_not_run_is_said(report, capsy
     assert status == 0 and page.startswith("# By hand\n") and page.endswith("\n\nBelow.\n")
     assert "made earlier" not in page and "0 of " in page and "Not yet run: `grpo-lr2e-6-seed0`" in page
     assert list(report.docs.glob("*.png")) == []
-    (report.docs / "results.md").write_text("# Nothing\n")
+    (report.docs / "runs.md").write_text("# Nothing\n")
     assert report() == (2, "# Nothing\n") and "must have these two lines" in capsys.readouterr().err
 
 
@@ -193,14 +193,17 @@ def test_the_page_in_the_repository_is_that_of_its_results(module, tmp_path):
     results = read_results(MATRIX.parent / "runs")
     assert all(result["name"] == name for name, result in results.items())
     assert results.keys() <= {run.name for run in Matrix.read(MATRIX).runs(results) if isinstance(run, Run)}
-    shutil.copy(ROOT / "docs" / "results.md", tmp_path)
+    shutil.copy(ROOT / "docs" / "runs.md", tmp_path)
     assert module.main(MATRIX, MATRIX.parent / "runs", tmp_path) == 0  # none has other prompts or settings
-    page = (tmp_path / "results.md").read_text()
-    assert page == (ROOT / "docs" / "results.md").read_text()
+    page = (tmp_path / "runs.md").read_text()
+    assert page == (ROOT / "docs" / "runs.md").read_text()
     pictures = sorted(tmp_path.glob("*.png"))
-    assert [picture.stem for picture in pictures] == [f"results_{n}" for n in ("accuracy", "divergence", "starts")]
+    assert [picture.stem for picture in pictures] == [
+        f"results_{n}" for n in ("accuracy", "differences", "divergence", "starts")
+    ]
     for picture in pictures:
-        assert picture.read_bytes().startswith(b"\x89PNG") and f"]({picture.name})" in page
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert f"]({picture.name})" in page or f"]({picture.name})" in (ROOT / "docs" / "results.md").read_text()
         assert (ROOT / "docs" / picture.name).is_file()
 
 
