@@ -370,7 +370,10 @@ class ISOPOConfig(GRPOConfig):
         default=0.01,
         metadata={"help": "Change of the objective by a step along one token, from which on CAPO gates the token."},
     )
-    capo_tau_f: float = field(default=1e-4, metadata={"help": "Change of the policy by such a step, from which on CAPO gates the token."})
+    capo_tau_f: float = field(
+        default=1e-4,
+        metadata={"help": "Change of the policy by such a step, from which on CAPO gates the token."},
+    )
     kl_in_reward: bool = field(
         default=False,
         metadata={
