@@ -149,8 +149,8 @@ class ISOPOConfig(GRPOConfig):
               ignores that, as the code of P3O's authors does (`1 - 1 / r`).
             - `"kpo"`: [KPO](https://huggingface.co/papers/2602.10609). The objective `min(r A, clip(r) A)` with `log
               r` passed through a Kalman filter along the completion.
-            - `"dppo_tv"`, `"dppo_kl"`, `"m2po"`, `"dcpo"`, `"aspo"`, `"pspo"`, `"bapo"`, `"gtpo"`: weights of
-              the field's methods, without gradient, as in `docs/off_policy.md`.
+            - `"dppo_tv"`, `"dppo_kl"`, `"m2po"`, `"dcpo"`, `"aspo"`, `"pspo"`, `"bapo"`, `"gtpo"`, `"capo"`:
+              weights of the field's methods, without gradient, as in `docs/methods.md`.
             - The name of a weighting that was added with `isopo_trl.token_weights.register`.
 
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction` and the loss is not
@@ -183,6 +183,11 @@ class ISOPOConfig(GRPOConfig):
         bapo_target (`float`, *optional*, defaults to `1.0`):
             What BAPO has tokens with a positive advantage weigh beside those with a negative one, before it stops to
             widen its bounds.
+        capo_tau_h (`float`, *optional*, defaults to `0.01`):
+            Change of the objective, by a plain step at the LM head along one token's gradient, from which on CAPO
+            gates the token.
+        capo_tau_f (`float`, *optional*, defaults to `1e-4`):
+            The same for the change of the policy.
         advantage_transform (`str`, *optional*):
             What becomes of a group's rewards or advantages between TRL's reward functions and the loss. The name of a
             transform, or several, with commas between, that are applied one after another (a list is taken as well).
@@ -349,9 +354,9 @@ class ISOPOConfig(GRPOConfig):
         metadata={
             "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
             "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
-            "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo' (gated or bent "
-            "ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM generates "
-            "with its correction, else 'none'."
+            "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo', 'capo' (gated "
+            "or bent ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM "
+            "generates with its correction, else 'none'."
         },
     )
     epsilon: float | None = field(  # type: ignore[assignment]
@@ -390,6 +395,14 @@ class ISOPOConfig(GRPOConfig):
     bapo_target: float = field(
         default=1.0,
         metadata={"help": "What BAPO has tokens with a positive advantage weigh beside those with a negative one."},
+    )
+    capo_tau_h: float = field(
+        default=0.01,
+        metadata={"help": "Change of the objective by a step along one token, from which on CAPO gates the token."},
+    )
+    capo_tau_f: float = field(
+        default=1e-4,
+        metadata={"help": "Change of the policy by such a step, from which on CAPO gates the token."},
     )
     advantage_transform: str | None = field(
         default=None,

@@ -56,6 +56,7 @@ from .step_size.precise_forward import PreciseForward
 from .token_weights import Weighted, Weighting, ratio_loss
 from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
 from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
+from .trl_seam.head import HeadFigures, head_figures_noted
 from .trl_seam.loans import borrowed, intercepted, results_noted
 from .trl_seam.log import add_all_to_log, add_to_log, replace_logged_advantages
 from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_graph
@@ -236,6 +237,12 @@ class ISOPOTrainer(GRPOTrainer):
         """What the user should know of the settings before training."""
         args = self.args
         rule = self.isopo.rule
+        if self.weighting.of_plain_steps and not optimizers.is_plain(self.optimizer, args):
+            yield (
+                f"token_weights={args.token_weights!r} gates tokens by what a plain gradient step at the learning "
+                "rate would do, and the steps of another optimizer have other lengths and directions, so that its "
+                "bounds mean little: set optim='sgd' without momentum, or find bounds by off_policy/gated."
+            )
         if rule.needs.direction:
             yield from self._warnings_of_direction()
         elif rule.needs.ntk and args.per_device_train_batch_size == 1:
@@ -377,6 +384,15 @@ class ISOPOTrainer(GRPOTrainer):
         """In the log: what the last step was made with."""
         made = None if self.step_control is None else self.step_control.learning_rate
         return super()._get_learning_rate() if made is None else made
+
+    def _rate_ahead(self) -> float:
+        """The largest learning rate of the step under way."""
+        controlled = None if self.step_control is None else self.step_control.rate_ahead()
+        if controlled is not None:
+            return controlled
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [float(group["lr"]) for group in groups if group["lr"] is not None]
+        return max(rates, default=float(self.args.learning_rate))
 
     def _log(self, figures: dict[str, float]) -> None:
         add_to_log(self, "train" if self.model.training else "eval", figures)
@@ -562,8 +578,8 @@ class ISOPOTrainer(GRPOTrainer):
             sequence_keys=batch.keys_of_content if self.isopo.fisher_scope == "step" else None,
         )
         with caught_outputs(model, self._goes_back_twice and self.is_deepspeed_enabled) as caught:
-            outputs = trl_loss.forward(batch)
-        weighed, behaviour = self._weighed(batch.with_advantages(signs), outputs, advantages)
+            outputs, head = self._forward(trl_loss, batch)
+        weighed, behaviour = self._weighed(batch.with_advantages(signs), outputs, advantages, head)
         leaves = without_graph(weighed.outputs)
         with nullcontext() if self.skipping is None else unequal_ranks(self):
             loss, figures = self.terms.of_policy(trl_loss, weighed.batch, leaves, advantages)
@@ -601,8 +617,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _evaluated(self, trl_loss: TRLLoss, batch: Batch) -> torch.Tensor:
         """The loss of an evaluation."""
-        advantages, outputs = batch.advantages, trl_loss.forward(batch)
-        weighed, behaviour = self._weighed(batch, outputs, advantages)
+        advantages, (outputs, head) = batch.advantages, self._forward(trl_loss, batch)
+        weighed, behaviour = self._weighed(batch, outputs, advantages, head)
         leaves = without_graph(weighed.outputs)
         loss, figures = self.terms.of_policy(trl_loss, weighed.batch, leaves, advantages)
         if self.terms.are_balance:
@@ -614,14 +630,24 @@ class ISOPOTrainer(GRPOTrainer):
         self._log_weighted(weighed.weighted)
         return loss + terms.value
 
+    def _forward(self, trl_loss: TRLLoss, batch: Batch) -> tuple[Outputs, HeadFigures | None]:
+        """The forward pass of the loss, and what the LM head says of tokens, `[B, C]`, where anybody asks."""
+        if not self.weighting.of_plain_steps:
+            return trl_loss.forward(batch), None
+        with head_figures_noted() as noted:
+            outputs = trl_loss.forward(batch)
+        (figures,) = noted
+        return outputs, figures.of_completions(batch.completion_mask, batch.attention_mask.size(1))
+
     def _weighed(
-        self, batch: Batch, outputs: Outputs, advantages: torch.Tensor
+        self, batch: Batch, outputs: Outputs, advantages: torch.Tensor, head: HeadFigures | None
     ) -> tuple[Weighed, torch.Tensor | None]:
         """The forward pass with its tokens weighed, and what they were drawn with, `[B, C]`, where anybody asks."""
         behaviour = None
         if self._needs_behaviour:
             behaviour = behaviour_logps(batch, outputs.logps.detach(), self._optimizer_steps)
-        return weigh(self.weighting, batch, outputs, behaviour, advantages), behaviour
+        rate = self._rate_ahead() if self.weighting.of_plain_steps else None
+        return weigh(self.weighting, batch, outputs, behaviour, advantages, head, rate), behaviour
 
     def _older(self, batch: Batch, behaviour: torch.Tensor | None) -> torch.Tensor | None:
         """What an older policy drew the tokens with, `[B, C]`, where the terms ask for it and there was one."""

@@ -19,7 +19,7 @@ ADDED = [
     for field in dataclasses.fields(ISOPOConfig)
     if field.name not in {field.name for field in dataclasses.fields(GRPOConfig)}
 ]
-OF_TOKENS = ("kpo_", "dppo_", "m2po_", "pspo_", "bapo_")
+OF_TOKENS = ("kpo_", "dppo_", "m2po_", "pspo_", "bapo_", "capo_")
 OF_ADVANTAGES = ("redit_", "pacs_", "empg_", "g2rl_", "cppo_", "simpletir_")
 NAN, INF = float("nan"), float("inf")
 CLIP, SAMPLER = "vllm_importance_sampling_clip", {"token_weights": "sampler"}
@@ -98,6 +98,7 @@ REFUSED = [
         for weights, name, value in (
             *(("dppo_tv", "dppo_delta", -0.1), ("dppo_kl", "dppo_delta", NAN), ("dppo_kl", "dppo_cap", 0.0)),
             *(("m2po", "m2po_budget", INF), ("pspo", "pspo_alpha", 1.0), ("bapo", "bapo_target", -1.0)),
+            *(("capo", "capo_tau_h", 0.0), ("capo", "capo_tau_f", INF)),
         )
     ),
     ({"token_weights": "dcpo", "delta": 2.0}, ["delta=2.0", "token_weights='dcpo'", "remove"]),
@@ -347,6 +348,7 @@ BESIDE = [
     {"token_weights": "m2po", "m2po_budget": 0.1},
     {"token_weights": "pspo", "pspo_alpha": 0.2},
     {"token_weights": "bapo", "bapo_target": 0.5},
+    {"token_weights": "capo", "capo_tau_h": 0.1, "capo_tau_f": 1e-3},
     {"advantage_transform": "redit,pacs", "redit_noise": "gaussian", "redit_scale": 0.1, "pacs_beta": 2.0},
     {"advantage_transform": "g2rl,empg", "g2rl_lambda": 0.5, "empg_k": 2.0},
     {"advantage_transform": "simpletir,cppo", "simpletir_answer": "####", "simpletir_deviation": 0.01}

@@ -6,6 +6,7 @@ import torch
 
 from ..token_weights import Weighted, Weighting
 from ..trl_seam.batch import Batch
+from ..trl_seam.head import HeadFigures
 from ..trl_seam.loss import Outputs
 from .sampler import PROMPT_NUMBERS
 
@@ -36,7 +37,13 @@ class Weighed:
 
 
 def weigh(
-    weighting: Weighting, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None, advantages: torch.Tensor
+    weighting: Weighting,
+    batch: Batch,
+    outputs: Outputs,
+    behaviour: torch.Tensor | None,
+    advantages: torch.Tensor,
+    head: HeadFigures | None = None,
+    learning_rate: float | None = None,
 ) -> Weighed:
     """
     Weigh the tokens of a batch.
@@ -48,6 +55,8 @@ def weigh(
         behaviour (`torch.Tensor`, *optional*): `[B, C]`, log-probabilities under the policy that drew the tokens, NaN
             where nobody knows; `None` where nobody asks.
         advantages (`torch.Tensor`): `[B]`, where the loss may have the signs alone.
+        head ([`HeadFigures`], *optional*): of the forward pass.
+        learning_rate (`float`, *optional*): that of the step.
     """
     if behaviour is None:
         return Weighed(Weighted(), batch, outputs)
@@ -55,7 +64,7 @@ def weigh(
         return Weighed(Weighted(), batch.weighed(), outputs)
     logps = outputs.logps
     ids, prompts = batch.get("completion_ids"), batch.get(PROMPT_NUMBERS)
-    weighted = weighting(logps, behaviour, batch.counted, advantages, ids=ids, prompts=prompts)
+    weighted = weighting(logps, behaviour, batch.counted, advantages, ids, prompts, head, learning_rate)
     if weighted.old_logps is not None:
         old = weighted.old_logps
         return Weighed(weighted, batch.weighed(old_logps=old, sampler_logps=old), outputs)

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 
+_INSTEAD = "use bf16_updates='exact', which takes any"
 _64, _32 = 2**64 - 1, 2**32 - 1
 
 
@@ -43,8 +44,14 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def first_element(p: torch.Tensor) -> int:
-    """Where this rank's part of a parameter begins, in elements of the whole."""
+def first_element(p: torch.Tensor, asks: str = "bf16_updates='stochastic'", instead: str = _INSTEAD) -> int:
+    """
+    Where this rank's part of a parameter begins, in elements of the whole; raises where that is not one piece.
+
+    Args:
+        p (`torch.Tensor`): the parameter.
+        asks, instead (`str`): for the message, who needs to know, and what to do.
+    """
     if not isinstance(p, DTensor):
         return 0
     cut = [(p.device_mesh, dim, place) for dim, place in enumerate(p.placements) if not place.is_replicate()]
@@ -52,8 +59,8 @@ def first_element(p: torch.Tensor) -> int:
         return 0
     if len(cut) > 1 or type(cut[0][2]) is not Shard or cut[0][2].dim != 0:
         raise ValueError(
-            f"bf16_updates='stochastic' needs weights that are cut between their rows, as FSDP2 does it, but one of "
-            f"shape {list(p.shape)} is placed as {p.placements}: use bf16_updates='exact', which takes any."
+            f"{asks} needs weights that are cut between their rows, as FSDP2 does it, but one of shape "
+            f"{list(p.shape)} is placed as {p.placements}: {instead}."
         )
     mesh, dim, _ = cut[0]
     rows = -(-p.size(0) // mesh.size(dim))

@@ -150,13 +150,23 @@ class StepControl(TrainerCallback):
             self.behaviour.aim(self.size.target)
         self._warn_of_rounding(self.size.target)
         self._advise("target", advice.of_target(self.size.target, self.length.mean, self._usual))
+        self._find_rates(self.size)
+
+    def rate_ahead(self) -> float | None:
+        """The largest learning rate of the step under way, as far as it is known now; `None` without a target."""
+        if self.size is None or self._optimizer is None:
+            return None
+        self._find_rates(self.size)
+        return self._applied
+
+    def _find_rates(self, size: StepSize) -> None:
         groups = self._groups()
         for group in groups:
             group.setdefault("initial_lr", float(group["lr"]))
         multiple = max(map(scheduled, groups))
         # The schedule multiplies the target, and so the rate by its root; nothing makes the target larger
         self._schedule = min(1.0, multiple)
-        self._factor = self.size.rate * math.sqrt(self._schedule) / multiple if multiple > 0 else 0.0
+        self._factor = size.rate * math.sqrt(self._schedule) / multiple if multiple > 0 else 0.0
         self._applied = self._factor * max(float(group["lr"]) for group in groups)
 
     def step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

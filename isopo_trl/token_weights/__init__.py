@@ -6,6 +6,7 @@ One file for each weighting, chosen by `ISOPOConfig(token_weights=...)`; [`regis
 
 from .aspo import ASPO
 from .bapo import BAPO
+from .capo import CAPO
 from .dcpo import DCPO
 from .dppo import DPPO
 from .gates import Gated
@@ -24,6 +25,7 @@ from .weighting import WEIGHTINGS, Tokens, Unscaled, Weighted, Weighting, named,
 __all__ = [
     "ASPO",
     "BAPO",
+    "CAPO",
     "DCPO",
     "DPPO",
     "GTPO",

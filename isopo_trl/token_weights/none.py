@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..trl_seam.head import HeadFigures
 from .weighting import Tokens, Weighted, Weighting, register
 
 
@@ -27,6 +28,8 @@ class NoWeighting(Weighting):
         advantages: torch.Tensor | None = None,
         ids: torch.Tensor | None = None,
         prompts: torch.Tensor | None = None,
+        head: HeadFigures | None = None,
+        learning_rate: float | None = None,
     ) -> Weighted:
         return Weighted()
 

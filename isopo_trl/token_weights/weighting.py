@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from ..trl_seam.head import HeadFigures
 from .ratios import batch_figures, log_ratios, ratio_sums
 
 
@@ -23,6 +24,8 @@ class Tokens:
         advantages (`torch.Tensor`, *optional*): `[B]`, those of the sequences.
         ids (`torch.Tensor`, *optional*): `[B, C]`, the tokens themselves.
         prompts (`torch.Tensor`, *optional*): `[B]`, the number of each sequence's prompt, where it is known.
+        head ([`HeadFigures`], *optional*): `[B, C]`, what the LM head says of each token, where it was asked.
+        learning_rate (`float`, *optional*): that of the optimizer step under way, likewise.
     """
 
     logps: torch.Tensor
@@ -32,6 +35,8 @@ class Tokens:
     advantages: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
+    head: HeadFigures | None = None
+    learning_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ class Weighting(ABC):
             where the user gave none (`epsilon`, `epsilon_high`); without an entry they are refused.
         needs_behaviour (`bool`): whether it looks at the behaviour policy's log-probabilities at all.
         needs_prompts (`bool`): whether it asks in training which sequences are of one prompt.
+        of_plain_steps (`bool`): whether it looks at what a step along the gradient does to the LM head: it is told the
+            head's figures and the learning rate, and means steps of SGD without momentum.
         goes_back_twice (`bool`): whether there is an unscaled term, which has a backward pass of its own.
         looks_across_sequences (`bool`): whether what becomes of a sequence depends on others, or it matters even
             without an advantage. Then `skip_zero_advantage` leaves out none unless all ratios are 1.
@@ -145,6 +152,7 @@ class Weighting(ABC):
     defaults: ClassVar[dict[str, float]] = {}
     needs_behaviour: ClassVar[bool] = True
     needs_prompts: ClassVar[bool] = False
+    of_plain_steps: ClassVar[bool] = False
     goes_back_twice: ClassVar[bool] = False
     looks_across_sequences: ClassVar[bool] = True
 
@@ -194,6 +202,8 @@ class Weighting(ABC):
         advantages: torch.Tensor | None = None,
         ids: torch.Tensor | None = None,
         prompts: torch.Tensor | None = None,
+        head: HeadFigures | None = None,
+        learning_rate: float | None = None,
     ) -> Weighted:
         """
         Weigh the tokens of a microbatch and, where gradients are recorded, add it to the step's.
@@ -205,9 +215,11 @@ class Weighting(ABC):
             advantages (`torch.Tensor`, *optional*): `[B]`.
             ids (`torch.Tensor`, *optional*): `[B, C]`.
             prompts (`torch.Tensor`, *optional*): `[B]`.
+            head ([`HeadFigures`], *optional*): `[B, C]`.
+            learning_rate (`float`, *optional*): that of the step.
         """
         log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
-        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages, ids, prompts)
+        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages, ids, prompts, head, learning_rate)
         weighted = self.weigh(tokens)
         if not isinstance(weighted, Weighted):
             raise TypeError(

@@ -1,7 +1,9 @@
 """TRL's LM head: the chunked log-probabilities, and who takes their calls."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -13,11 +15,16 @@ from .required import require
 
 # TRL's loss multiplies by the head's weight inside this autograd function and never calls the module
 _PLACE = "_ChunkedLogProbFunction"  # where TRL's model forward looks it up, in trl.trainer.utils
-_HEAD_ARGUMENTS = ("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size")
+_HEAD_ARGUMENTS = (
+    *("ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping"),
+    *("logit_scale", "outputs"),
+)
 HEAD_WEIGHT = _HEAD_ARGUMENTS.index("weight") - 1  # among the arguments of `apply`
+_TEMPERATURE, _OUTPUTS = (_HEAD_ARGUMENTS.index(name) - 1 for name in ("temperature", "outputs"))
+_SQUARES = "log_sum_sq_probs"  # an output, and its place behind the log-probabilities and the entropies
 
 ChunkedLogProbFunction = require("trl.kernels.ChunkedLogProbFunction")
-require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
+require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS, mentions=(_SQUARES,))
 require(f"trl.trainer.utils.{_PLACE}")
 gathered_head = require("trl.trainer.utils.maybe_gather_lm_head_ctx")
 head_uses_triton = require("trl.kernels.chunked_logprob._use_triton", "device")
@@ -30,6 +37,40 @@ _backward_tile = require(
 _backward_kernel = require("trl.kernels.chunked_logprob._backward_kernel")  # takes the same, as pointers
 
 
+@dataclass(frozen=True)
+class HeadFigures:
+    """
+    What a head's forward says of each token beside its log-probability, without gradient: `[N]` in the rows that it
+    works on, `[B, C]` in completions.
+
+    Args:
+        hidden (`torch.Tensor`): `|h|^2`, of the last hidden state.
+        squares, cubes (`torch.Tensor`): `sum_v pi_v^2` and `sum_v pi_v^3` over the vocabulary, at the loss's
+            temperature.
+    """
+
+    hidden: torch.Tensor
+    squares: torch.Tensor
+    cubes: torch.Tensor
+
+    def of_completions(self, mask: torch.Tensor, positions: int) -> "HeadFigures":
+        """
+        The same for the tokens of completions, `[B, C]`, 0 where there is none in rows of real tokens alone.
+
+        Args:
+            mask (`torch.Tensor`): `[B, C]`, nonzero at tokens of the completions.
+            positions (`int`): `P + C`, the width of the batch.
+        """
+        B, C = mask.shape
+
+        def placed(rows: torch.Tensor) -> torch.Tensor:
+            if len(rows) >= B * (positions - 1):  # every prediction, and of virtual tokens before them
+                return rows.view(B, -1)[:, -C:]
+            return rows.new_zeros(B, C).masked_scatter(mask.bool(), rows)
+
+        return HeadFigures(placed(self.hidden), placed(self.squares), placed(self.cubes))
+
+
 class _HeadDispatcher:
     """
     Stands, for good, in the place where TRL looks up its chunked log-probabilities. Each call goes to the LM head that
@@ -38,8 +79,17 @@ class _HeadDispatcher:
 
     def __init__(self) -> None:
         self.heads: WeakSet[Any] = WeakSet()
+        self.noted: list[HeadFigures] | None = None
 
     def apply(self, *args: Any) -> Any:
+        if self.noted is None:
+            return self._applied(*args)
+        args, wanted = _with_squares(args)
+        logps, entropy, squares, *others = self._applied(*args)
+        self.noted.append(_figures(args, logps.detach(), squares))
+        return logps, entropy, squares if wanted else None, *others
+
+    def _applied(self, *args: Any) -> Any:
         weight = _parameter_behind(args[HEAD_WEIGHT])
         for head in self.heads:
             if head.module.weight is weight and head.microbatch is not None:
@@ -58,7 +108,40 @@ def _parameter_behind(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
+def _with_squares(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """The arguments of `apply` that ask for `log sum_v pi_v^2`, and whether they did."""
+    outputs = args[_OUTPUTS]
+    wanted = _SQUARES in outputs
+    return args if wanted else (*args[:_OUTPUTS], (*outputs, _SQUARES)), wanted
+
+
+@torch.no_grad()
+def _figures(args: tuple[Any, ...], logps: torch.Tensor, squares: torch.Tensor) -> HeadFigures:
+    """
+    Those of a call with the arguments `args`, that has returned `logps` and the logarithms of `squares`, `[N]`.
+
+    With `Z(T)` the normalisation at a temperature T, `sum_v pi_v^3 = Z(T / 3) / Z(T)^3`, and a token's
+    log-probability has the one logarithm or the other in it: `3 log pi_T - log pi_{T / 3}`. So the cubes are one
+    more call, by the same kernel.
+    """
+    cold = (*args[:_TEMPERATURE], args[_TEMPERATURE] / 3, *args[_TEMPERATURE + 1 : _OUTPUTS], ("log_probs",))
+    coldest, *_ = ChunkedLogProbFunction.apply(*cold)
+    hidden = args[0].detach().float().square().sum(1)
+    return HeadFigures(hidden, squares.exp(), (3 * logps - coldest).exp())
+
+
 _dispatcher = _HeadDispatcher()
+
+
+@contextmanager
+def head_figures_noted() -> Iterator[list[HeadFigures]]:
+    """Context in which each call of TRL's chunked log-probabilities leaves its [`HeadFigures`]."""
+    noted: list[HeadFigures] = []
+    _dispatcher.noted = noted
+    try:
+        yield noted
+    finally:
+        _dispatcher.noted = None
 
 
 def add_head(head: Any) -> None:

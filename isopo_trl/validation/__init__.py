@@ -2,6 +2,7 @@
 
 from .callback import ValidationCallback
 from .curves import curve, draw, read_log
+from .moved_weights import MovedWeights
 
 
-__all__ = ["ValidationCallback", "curve", "draw", "read_log"]
+__all__ = ["MovedWeights", "ValidationCallback", "curve", "draw", "read_log"]

@@ -20,6 +20,7 @@ RUNS = {
     "ddp-none-full-m2po": "ddp-none-full-m2po-joined",
     "ddp-none-lora-bapo": "ddp-none-lora-bapo-joined",
     "fsdp2-fisher-full-p3o": "ddp-fisher-full-p3o",
+    "fsdp2-fisher-full-capo": "ddp-fisher-full-capo",
     "ddp-fisher-full-terms": "ddp-fisher-full-terms",
     "fsdp2-fisher-full-terms-silent": "ddp-fisher-full-terms-silent",
     "fsdp2-none-lora-terms": "ddp-none-lora-terms",
@@ -145,6 +146,8 @@ def test_bounds_that_all_ranks_choose_are_not_those_without_data(results):
     assert len({(line["off_policy/clip_low"], line["off_policy/clip_high"]) for line in figures(one)}) > 1
     (one,) = ranks(results, 1, "ddp-none-full-m2po-joined")
     assert all(0 < line["off_policy/gated"] < 0.5 for line in figures(one))
+    (one,) = ranks(results, 1, "ddp-fisher-full-capo")
+    assert all(0.1 < line["off_policy/gated"] < 0.9 for line in figures(one))
 
 
 @pytest.mark.parametrize("name", runs(lambda name: "terms" in name))

@@ -83,6 +83,16 @@ def test_divergence_is_zero_before_training_and_then_that_from_the_initial_polic
             assert line["validation/kl"] == pytest.approx(total / KL_ROWS, rel=1e-3)
 
 
+@pytest.mark.parametrize("run", [run for run in RUNS if not run.startswith("zero3")])
+def test_share_of_moved_weights_is_that_of_all_of_them_however_they_are_cut(run, results):
+    one, two = ranks(results, run)
+    first, last = (torch.cat([p.flatten() for p in record["weights"].values()]) for record in one["record"])
+    rounded = last.bfloat16().float() - first.bfloat16().float()
+    distances = {"weights/moved": last - first, "weights/moved_bf16": rounded}
+    expected = {name: (distance.abs() > 0.001).float().mean().item() for name, distance in distances.items()}
+    assert one["moved"] == two["moved"] == pytest.approx(expected) and 0 < expected["weights/moved"] < 1
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_weights_are_the_same_after_a_validation(run, results):
     for result in ranks(results, run):

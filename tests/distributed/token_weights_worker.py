@@ -33,6 +33,7 @@ REGULARIZATION = 1.0  # without it, three steps make 1e-4 of a difference of 1e-
 KPO = {"epsilon": 0.1, "epsilon_high": 0.2}
 TERMS = {"beta": 0.3, "use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_target": 10.0}
 BAPO = {"bapo_target": 0.45}
+CAPO = {"capo_tau_h": 0.5, "capo_tau_f": 1.0}
 SAMPLER = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}
 # Losses of the ratio
 RATIO = {
@@ -155,7 +156,7 @@ def train(output, mode, rule, weights, tokens, option=None):
         logging_steps=1,
         save_strategy="no",
         deepspeed=deepspeed_config(int(mode[-1]) if mode.startswith("zero") else None, accumulation),
-        **{"kpo": KPO, "bapo": BAPO, "sampler": SAMPLER, "terms": TERMS, **RATIO}.get(tokens, {}),
+        **{"kpo": KPO, "bapo": BAPO, "capo": CAPO, "sampler": SAMPLER, "terms": TERMS, **RATIO}.get(tokens, {}),
     )
     model = build(weights)
     # Where the reference model is loaded from, with full weights

@@ -12,7 +12,7 @@ from functools import partial
 from peft import LoraConfig
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.validation import ValidationCallback
+from isopo_trl.validation import MovedWeights, ValidationCallback
 from tests import tiny
 from tests.distributed.process_group import WORLD, Sharded, full_weights, save_runs
 
@@ -82,9 +82,12 @@ def train(output, mode, weights):
     # One row per pass: more than one pass, after which parameters may stay gathered
     callback = Watching(trainer, tiny.prompts(ROWS), tiny.reward, steps=2, batch_size=1, kl_prompts=KL_ROWS)
     trainer.add_callback(callback)
+    moved = None if mode == "zero3" else MovedWeights(trainer, threshold=0.001)
+    if moved is not None:
+        trainer.add_callback(moved)
     trainer.train()
-    wrapped = type(trainer.model_wrapped).__name__
-    return {"history": callback.history, "record": callback.record, "wrapped": wrapped}
+    result = {"history": callback.history, "record": callback.record, "wrapped": type(trainer.model_wrapped).__name__}
+    return result if moved is None else {**result, "moved": moved.measure()}
 
 
 def main(output, *runs):

@@ -12,7 +12,7 @@ from pathlib import Path
 from trl import GRPOConfig
 
 from isopo_trl import ISOPO, ISOPOConfig, gsm8k
-from isopo_trl.validation import ValidationCallback
+from isopo_trl.validation import MovedWeights, ValidationCallback
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -53,7 +53,8 @@ def code():
         for name, field in ISOPOConfig.__dataclass_fields__.items()
         if name not in before or field.default != before[name].default
     }
-    members = {**public(ISOPO), "ValidationCallback": ValidationCallback, **public(gsm8k)}
+    members = {**public(ISOPO), **public(gsm8k), "ValidationCallback": ValidationCallback}
+    members["MovedWeights"] = MovedWeights
     return fields | {name: [first_sentence(member)] for name, member in members.items()}
 
 

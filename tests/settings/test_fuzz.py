@@ -34,7 +34,7 @@ VALID = {
     "fisher_samples": [1, 2, 7, 10**6, np.int64(5)],
     "fisher_scope": ["microbatch", "step", None],
     "scale": ["relative", "paper"],
-    "token_weights": ["none", "sampler", "p3o", "kpo", "dppo_kl", "m2po", "dcpo", "bapo", None],
+    "token_weights": ["none", "sampler", "p3o", "kpo", "dppo_kl", "m2po", "dcpo", "bapo", "capo", None],
     "kpo_gain": [1.0, 1, 0.01, 1e-30, None],
     "kpo_initial_variance": [0.0, 1e-12, 2, 1e30],
     "kpo_process_noise": [0.0, 1e-4, 1e30],

@@ -222,7 +222,7 @@ def test_no_case_is_left_without_its_row():
 
 # Fields whose refusals are of values that have no meaning, or of settings that contradict each other
 MEANINGLESS = (
-    r"(kpo|dppo|m2po|pspo|bapo|redit|pacs|empg|g2rl|cppo|simpletir)_\w+|advantage_transform|vllm_importance_sampling_\w+|top_entropy_quantile|token_weights|kl_in_reward|group_microbatches"
+    r"(kpo|dppo|m2po|pspo|bapo|capo|redit|pacs|empg|g2rl|cppo|simpletir)_\w+|advantage_transform|vllm_importance_sampling_\w+|top_entropy_quantile|token_weights|kl_in_reward|group_microbatches"
     r"|behaviour_kl|step_kl_share|target_kl_offload"
 )
 

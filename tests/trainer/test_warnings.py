@@ -20,6 +20,12 @@ def test_sequences_that_are_to_interact_and_are_alone_in_their_microbatch_are_wa
     assert bool(said(caplog, "per_device_train_batch_size=1 leaves each alone")) == warned
 
 
+@pytest.mark.parametrize(("optim", "warned"), [("adamw_torch", True), ("sgd", False)])
+def test_bounds_of_plain_steps_beside_another_optimizer_are_warned_of(optim, warned, tmp_path, caplog):
+    training.build(tmp_path, token_weights="capo", optim=optim)
+    assert bool(said(caplog, "token_weights='capo' gates tokens by what a plain gradient step")) == warned
+
+
 @pytest.mark.parametrize(
     ("settings", "warned"),
     [({}, True), ({"max_grad_norm": 0.0}, False), ({"scale": "relative"}, False), ({"target_kl": 1e-4}, False)],
