@@ -5,7 +5,8 @@ tokens that were less likely. With `q` the token's probability under the behavio
     low = 1/2 + 1/2 sqrt(max(1 - 4 epsilon / q, 0)),  high = min(1/2 + 1/2 sqrt(1 + 4 epsilon_high / q), 10)
 
 and with a negative advantage ratios above 10 are gated, too. The authors' README has 0.16 and 0.2 for the two
-epsilons, which are the defaults here; their script has 0.2 and 0.28. Their advantages are not part of this.
+epsilons, which are the defaults here; their script has 0.2 and 0.28. Their advantages are
+`advantage_transform="dcpo"`.
 """
 
 import torch
