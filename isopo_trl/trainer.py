@@ -54,7 +54,8 @@ from .step_size.measurement import StepKL
 from .step_size.precise_forward import PreciseForward
 from .token_weights import Weighted, Weighting, ratio_loss
 from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
-from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
+from .trl_seam.generation import Generated, Progress, prompts_read_once, samples_at_temperature, without_old_policy
+from .trl_seam.head import scored_rows_alone
 from .trl_seam.loans import borrowed, intercepted, results_noted
 from .trl_seam.log import add_all_to_log, add_to_log
 from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_graph
@@ -484,6 +485,10 @@ class ISOPOTrainer(GRPOTrainer):
             return torch.zeros((), device=self.accelerator.device)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        with scored_rows_alone():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
     def _compute_loss(self, model, inputs):
         batch = Batch(inputs)
         advantages = batch.advantages
@@ -658,6 +663,7 @@ class ISOPOTrainer(GRPOTrainer):
             listening,
             results_noted(self, "_calculate_rewards", rewards),
             without_old_policy(self, single_turn=single_turn, generated=generated),
+            prompts_read_once(self, policy) if by_transformers and not self._drops else nullcontext(),
         ):
             batch = super()._generate_and_score_completions(inputs)
         if training and (self.isopo.rule.needs.ntk or self.weighting.needs_prompts):
@@ -667,6 +673,11 @@ class ISOPOTrainer(GRPOTrainer):
         if needs_behaviour:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
         return batch
+
+    @cached_property
+    def _drops(self) -> bool:
+        """Whether the model drops activations at random, in generation too, others for each completion."""
+        return noise_of_ratios(self.model) is not None
 
     def _without_rounding(self, advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
         """The advantages `[B]` of this rank, 0 where all `rewards` `[N, functions]` of a group are the same."""

@@ -1,13 +1,15 @@
 """TRL's LM head: the chunked log-probabilities, and who takes their calls."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from .loans import borrowed
 from .required import require
 
 
@@ -21,6 +23,8 @@ require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS)
 require(f"trl.trainer.utils.{_PLACE}")
 gathered_head = require("trl.trainer.utils.maybe_gather_lm_head_ctx")
 head_uses_triton = require("trl.kernels.chunked_logprob._use_triton", "device")
+require("trl.trainer.utils._use_triton", "device")
+require("trl.trainer.utils.add_fused_lm_head", "model", "temperature", "cast_lm_head_to_fp32", "outputs")
 _BLOCK_SIZE = require("trl.kernels.chunked_logprob._BLOCK_SIZE")
 _backward_tile = require(
     "trl.kernels.chunked_logprob._backward_tile",
@@ -69,6 +73,19 @@ def add_head(head: Any) -> None:
 def remove_head(head: Any) -> None:
     """Leave calls with the weight of `head` to TRL again."""
     _dispatcher.heads.discard(head)
+
+
+@contextmanager
+def scored_rows_alone() -> Iterator[None]:
+    """
+    Context in which the head gets no rows on a CPU but those whose predictions are scored. TRL has it so where it uses
+    Triton, and elsewhere gives it every position, prompts and padding included, for devices that compile a program for
+    each number of rows.
+    """
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    own = utils._use_triton
+    with borrowed(utils, _use_triton=lambda device: device.type == "cpu" or own(device)):
+        yield
 
 
 def logits_gradient_tile(
