@@ -29,6 +29,7 @@ from .isopo import ISOPO
 from .layers.read_elsewhere import refuse_readers
 from .loss.dropout import noise_of_ratios
 from .loss.forward import Weighed, broken_sequences, weigh
+from .loss.frozen_head import frozen_head
 from .loss.sampler import (
     PROMPT_NUMBERS,
     Turns,
@@ -486,7 +487,7 @@ class ISOPOTrainer(GRPOTrainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with scored_rows_alone():
+        with scored_rows_alone(frozen_head):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):

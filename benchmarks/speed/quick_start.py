@@ -1,12 +1,12 @@
 """
 Where the time of the quick start's optimizer step goes, in this version and in the way that TRL has it on a CPU.
 
-A step of `python examples/gsm8k.py`: one generation of the example's model, the rewards, and forward, loss and backward
-of its microbatch. Two things differ between `trl` and `isopo`: whether each prompt is read as often as it has
-completions, or once (`prompts_read_once`); and whether the LM head gets every position, or those whose predictions are
-scored (`scored_rows_alone`). Rounds make both, in turn, from the same prompts and the same random stream, in one
-process. Sequences without an advantage are left out of a step's passes (`skip_zero_advantage`), and at first most of
-them have none, so that the passes are measured for several numbers of prompts whose completions differ in reward.
+A step of `python examples/gsm8k.py`: one generation of the example's model, the rewards, and forward, loss and
+backward of its microbatch. Three things differ between `trl` and `isopo`: a prompt is read as often as it has
+completions, or once (`prompts_read_once`); the LM head gets every position, or those whose predictions are scored
+(`scored_rows_alone`); and its backward makes the logits again, or not (`frozen_head`). Rounds do both, in turn, with
+the same prompts and the same random stream, in one process. Sequences without an advantage are left out of a step's
+passes (`skip_zero_advantage`), and at first most have none: so the passes are measured for several numbers of them.
 
     OMP_NUM_THREADS=1 python benchmarks/speed/quick_start.py
 

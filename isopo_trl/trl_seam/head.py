@@ -37,17 +37,22 @@ _backward_kernel = require("trl.kernels.chunked_logprob._backward_kernel")  # ta
 class _HeadDispatcher:
     """
     Stands, for good, in the place where TRL looks up its chunked log-probabilities. Each call goes to the LM head that
-    owns the weight, if one does whose microbatch is under way, and else to TRL's own function.
+    owns the weight, if one does whose microbatch is under way; else to `frozen`, where somebody has put it for calls
+    without a gradient of the head; and else to TRL's own function.
     """
 
     def __init__(self) -> None:
         self.heads: WeakSet[Any] = WeakSet()
+        self.frozen: Callable[..., Any] | None = None
 
     def apply(self, *args: Any) -> Any:
         weight = _parameter_behind(args[HEAD_WEIGHT])
         for head in self.heads:
             if head.module.weight is weight and head.microbatch is not None:
                 return head.chunked_logps(*args)
+        trained = any(x is not None and x.requires_grad for x in args[HEAD_WEIGHT : HEAD_WEIGHT + 2])
+        if self.frozen is not None and not (trained and torch.is_grad_enabled()):
+            return self.frozen(*args)
         return ChunkedLogProbFunction.apply(*args)
 
 
@@ -76,15 +81,20 @@ def remove_head(head: Any) -> None:
 
 
 @contextmanager
-def scored_rows_alone() -> Iterator[None]:
+def scored_rows_alone(frozen: Callable[..., Any] | None = None) -> Iterator[None]:
     """
-    Context in which the head gets no rows on a CPU but those whose predictions are scored. TRL has it so where it uses
-    Triton, and elsewhere gives it every position, prompts and padding included, for devices that compile a program for
-    each number of rows.
+    Context in which the head gets no rows on a CPU but those whose predictions are scored, and where it is not
+    trained, its calls go to `frozen`.
+
+    TRL leaves the other rows out where it uses Triton. Elsewhere it hands over every position, prompts and padding
+    included, for devices that compile a program for each number of rows.
     """
     utils: Any = importlib.import_module("trl.trainer.utils")
     own = utils._use_triton
-    with borrowed(utils, _use_triton=lambda device: device.type == "cpu" or own(device)):
+    with (
+        borrowed(utils, _use_triton=lambda device: device.type == "cpu" or own(device)),
+        borrowed(_dispatcher, frozen=frozen),
+    ):
         yield
 
 
