@@ -30,16 +30,13 @@ def test_log_probabilities_entropies_and_gradients_are_those_of_the_definition(t
     logps, entropy, *others = frozen_head.frozen_head(hidden, weight, bias, targets, *settings)
     logits = torch.nn.functional.linear(hidden, weight, bias) * 0.3 / 0.7
     expected = logits.log_softmax(1)
-    torch.testing.assert_close(logps, expected.gather(1, targets[:, None])[:, 0], rtol=1e-9, atol=1e-12)
-    expected_entropy = -(expected.exp() * expected).sum(1)
+    of_targets, expected_entropy = expected.gather(1, targets[:, None])[:, 0], -(expected.exp() * expected).sum(1)
+    torch.testing.assert_close(logps, of_targets, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-9, atol=1e-12)
     assert others == [None] * 3
     slopes = torch.linspace(-1, 2, N, dtype=torch.float64)
-    for of_entropy in (0, 1):
-        found, wanted = (
-            torch.autograd.grad((slopes * (x + of_entropy * y)).sum(), hidden, retain_graph=True)[0]
-            for x, y in ((logps, entropy), (expected.gather(1, targets[:, None])[:, 0], expected_entropy))
-        )
+    for pair in ((logps, of_targets), (logps + entropy, of_targets + expected_entropy)):
+        found, wanted = (torch.autograd.grad((slopes * x).sum(), hidden, retain_graph=True)[0] for x in pair)
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
