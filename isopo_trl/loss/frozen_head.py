@@ -76,7 +76,7 @@ class _FrozenHead(torch.autograd.Function):
         return of_target - log_z, entropy if "entropy" in outputs else None, None, None, None
 
     @staticmethod
-    def backward(ctx, grad, grad_entropy, *_):  # type: ignore[override]
+    def backward(ctx, grad, grad_entropy, *_):
         if grad_entropy is not None:
             return ChunkedLogProbFunction.backward(ctx, grad, grad_entropy)
         return None if grad is None else ctx.unit * grad.unsqueeze(1), *(None,) * 8
