@@ -30,6 +30,7 @@ from .isopo import ISOPO
 from .layers.read_elsewhere import refuse_readers
 from .loss.dropout import noise_of_ratios
 from .loss.forward import Weighed, broken_sequences, weigh
+from .loss.frozen_head import frozen_head
 from .loss.sampler import (
     PROMPT_NUMBERS,
     Turns,
@@ -55,8 +56,8 @@ from .step_size.measurement import StepKL
 from .step_size.precise_forward import PreciseForward
 from .token_weights import Weighted, Weighting, ratio_loss
 from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
-from .trl_seam.generation import Generated, Progress, samples_at_temperature, without_old_policy
-from .trl_seam.head import HeadFigures, head_figures_noted
+from .trl_seam.generation import Generated, Progress, prompts_read_once, samples_at_temperature, without_old_policy
+from .trl_seam.head import HeadFigures, head_figures_noted, scored_rows_alone
 from .trl_seam.loans import borrowed, intercepted, results_noted
 from .trl_seam.log import add_all_to_log, add_to_log, replace_logged_advantages
 from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_graph
@@ -548,6 +549,10 @@ class ISOPOTrainer(GRPOTrainer):
             return torch.zeros((), device=self.accelerator.device)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        with scored_rows_alone(frozen_head):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
     def _compute_loss(self, model, inputs):
         batch = Batch(inputs)
         advantages = batch.advantages
@@ -735,6 +740,7 @@ class ISOPOTrainer(GRPOTrainer):
             listening,
             results_noted(self, "_calculate_rewards", rewards),
             without_old_policy(self, single_turn=single_turn, generated=generated),
+            prompts_read_once(self, policy) if by_transformers and not self._drops else nullcontext(),
         ):
             batch = super()._generate_and_score_completions(inputs)
         if training and (self.isopo.rule.needs.ntk or self.weighting.needs_prompts):
@@ -747,6 +753,11 @@ class ISOPOTrainer(GRPOTrainer):
         if self.transforms and self._is_in_training_step:
             batch["advantages"] = self._transformed(Batch(batch), rewards, completions)
         return batch
+
+    @cached_property
+    def _drops(self) -> bool:
+        """Whether the model drops activations at random, in generation too, others for each completion."""
+        return noise_of_ratios(self.model) is not None
 
     def _transformed(self, batch: Batch, rewards: list[torch.Tensor], completions: list[Any]) -> torch.Tensor:
         """The advantages `[B]` of this rank's part of a generation, as the transforms leave them."""

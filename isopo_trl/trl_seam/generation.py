@@ -1,8 +1,15 @@
 """TRL's generation: the pass that is not made for an old policy, and how far a run has got."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import DistributedType
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerationMixin
 
 from .loans import borrowed, intercepted
 from .required import INSTALL, require
@@ -122,6 +129,63 @@ class Progress:
     def end_generation(self) -> None:
         """Generate before the next microbatch."""
         self.set(self.microbatches, None)
+
+
+@contextmanager
+def prompts_read_once(trainer: Any, policy: Any) -> Iterator[None]:
+    """
+    Context in which transformers' generation on a CPU begins with the keys and values of the prompts, read once for
+    all completions of a prompt. TRL hands it each prompt as often as it has completions, and all are read.
+
+    Args:
+        trainer (`GRPOTrainer`): the trainer.
+        policy (`nn.Module`): its model, without what distributed training puts around it, that drops nothing at
+            random.
+    """
+    args, base = trainer.args, policy.get_base_model() if hasattr(policy, "get_base_model") else policy
+    # Settings of one's own may be about the cache, and ranks with other prompts than this one may have to wait for it
+    alone = trainer.accelerator.distributed_type == DistributedType.NO
+    usual = args.generation_kwargs is None and args.cache_implementation is None
+    if not (alone and usual and _keeps_keys_and_values(policy, base)):
+        yield
+        return
+
+    def stand_in(generate: Callable[..., Any], **kwargs: Any) -> Any:
+        if kwargs.keys() == {"input_ids", "attention_mask", "generation_config"}:
+            kwargs["past_key_values"] = _of_prompts(base, kwargs["input_ids"], kwargs["attention_mask"])
+        return generate(**kwargs)
+
+    with intercepted(policy, "generate", stand_in):
+        yield
+
+
+def _keeps_keys_and_values(policy: Any, base: Any) -> bool:
+    """Whether all that a model on a CPU keeps of tokens read are keys and values of each, in each layer."""
+    if base.device.type != "cpu" or getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+        return False
+    own = type(base).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    if own or base.config.is_encoder_decoder or not base._supports_default_dynamic_cache():
+        return False
+    taken = inspect.signature(base.base_model.forward).parameters
+    layers = DynamicCache(config=base.config).layers
+    return "position_ids" in taken and bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+
+
+def _of_prompts(base: Any, ids: torch.Tensor, mask: torch.Tensor) -> DynamicCache | None:
+    """
+    The keys and values of all but the last token of prompts, `[B, P]`, with which generation goes on as if it had read
+    them itself; `None` where no prompt follows itself.
+    """
+    known, numbers = torch.stack([ids, mask]).unique_consecutive(dim=1, return_inverse=True)
+    if known.size(1) == len(ids) or ids.size(1) == 1:
+        return None
+    ids, mask = known[..., :-1]
+    cache = DynamicCache(config=base.config)
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 0)  # as transformers' generation counts them
+    with torch.no_grad():
+        base.base_model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
+    cache.batch_select_indices(numbers)
+    return cache
 
 
 def samples_at_temperature(args: Any) -> bool:

@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 from torch.distributed.tensor import DTensor
 
+from .loans import borrowed
 from .required import require
 
 
@@ -28,6 +29,8 @@ require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS, mentions
 require(f"trl.trainer.utils.{_PLACE}")
 gathered_head = require("trl.trainer.utils.maybe_gather_lm_head_ctx")
 head_uses_triton = require("trl.kernels.chunked_logprob._use_triton", "device")
+require("trl.trainer.utils._use_triton", "device")
+require("trl.trainer.utils.add_fused_lm_head", "model", "temperature", "cast_lm_head_to_fp32", "outputs")
 _BLOCK_SIZE = require("trl.kernels.chunked_logprob._BLOCK_SIZE")
 _backward_tile = require(
     "trl.kernels.chunked_logprob._backward_tile",
@@ -74,12 +77,14 @@ class HeadFigures:
 class _HeadDispatcher:
     """
     Stands, for good, in the place where TRL looks up its chunked log-probabilities. Each call goes to the LM head that
-    owns the weight, if one does whose microbatch is under way, and else to TRL's own function.
+    owns the weight, if one does whose microbatch is under way; else to `frozen`, where somebody has put it for calls
+    without a gradient of the head; and else to TRL's own function.
     """
 
     def __init__(self) -> None:
         self.heads: WeakSet[Any] = WeakSet()
         self.noted: list[HeadFigures] | None = None
+        self.frozen: Callable[..., Any] | None = None
 
     def apply(self, *args: Any) -> Any:
         if self.noted is None:
@@ -94,6 +99,9 @@ class _HeadDispatcher:
         for head in self.heads:
             if head.module.weight is weight and head.microbatch is not None:
                 return head.chunked_logps(*args)
+        trained = any(x is not None and x.requires_grad for x in args[HEAD_WEIGHT : HEAD_WEIGHT + 2])
+        if self.frozen is not None and not (trained and torch.is_grad_enabled()):
+            return self.frozen(*args)
         return ChunkedLogProbFunction.apply(*args)
 
 
@@ -152,6 +160,24 @@ def add_head(head: Any) -> None:
 def remove_head(head: Any) -> None:
     """Leave calls with the weight of `head` to TRL again."""
     _dispatcher.heads.discard(head)
+
+
+@contextmanager
+def scored_rows_alone(frozen: Callable[..., Any] | None = None) -> Iterator[None]:
+    """
+    Context in which the head gets no rows on a CPU but those whose predictions are scored, and where it is not
+    trained, its calls go to `frozen`.
+
+    TRL leaves the other rows out where it uses Triton. Elsewhere it hands over every position, prompts and padding
+    included, for devices that compile a program for each number of rows.
+    """
+    utils: Any = importlib.import_module("trl.trainer.utils")
+    own = utils._use_triton
+    with (
+        borrowed(utils, _use_triton=lambda device: device.type == "cpu" or own(device)),
+        borrowed(_dispatcher, frozen=frozen),
+    ):
+        yield
 
 
 def logits_gradient_tile(

@@ -1,14 +1,15 @@
 """The test that decides: every parameter's gradient is what the definition says, in float64."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
-import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 
 import isopo_trl.layers.linear
 import isopo_trl.layers.lm_head
+import isopo_trl.trainer
 from isopo_trl import ISOPO
 from isopo_trl.rules.running import EXPECTATIONS
 from tests import oracle, tiny, training
@@ -141,9 +142,9 @@ def test_gradient_checkpointing_changes_nothing(reentrant, rule, lora, tmp_path)
 
 
 @pytest.mark.parametrize("rule", ["fisher", "interacting"])
-def test_scored_rows_alone_give_the_same_gradient_at_the_head(rule, tmp_path, monkeypatch):
-    """With Triton, TRL hands its head only the scored rows."""
-    monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda device: True)
+def test_all_rows_give_the_same_gradient_at_the_head(rule, tmp_path, monkeypatch):
+    """Where there is neither Triton nor a CPU, TRL hands its head every row, scored or not."""
+    monkeypatch.setattr(isopo_trl.trainer, "scored_rows_alone", lambda head: nullcontext())
     compare(trainer_for(build("gemma2"), tmp_path, rule=rule), reference("gemma2"), rule)
 
 

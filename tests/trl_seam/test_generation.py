@@ -1,10 +1,17 @@
 """TRL's generation without its pass for an old policy, and what is asked of a sampler."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
+from accelerate.utils import DistributedType
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import GenerationConfig
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOConfig
-from isopo_trl.trl_seam.generation import samples_at_temperature, without_old_policy
+from isopo_trl.trl_seam.generation import prompts_read_once, samples_at_temperature, without_old_policy
 from tests import tiny, training
 
 
@@ -52,6 +59,72 @@ def test_generation_that_returns_something_else_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="7 values instead of 8"):
         with without_old_policy(trainer, single_turn=None, generated=lambda rollout: False):
             trainer._generate_and_score_completions(PROMPTS)
+
+
+# Prompts that are read once for all of their completions
+
+# The others forget what is behind a window, or prepare what they read in a way of their own
+READS_ONCE = ("llama", "qwen2", "qwen3", "gpt2", "qwen3_moe")
+
+
+def generated(model, prompts_once=True, distributed=DistributedType.NO, mask=None, **settings):
+    """Tokens and logits of a greedy generation of two completions of each prompt, and how many tokens were read."""
+    ids = torch.tensor([[5, 9, 20, 31, 12], [0, 0, 7, 14, 11]]).repeat_interleave(2, 0)
+    args = SimpleNamespace(**{"generation_kwargs": None, "cache_implementation": None, **settings})
+    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(distributed_type=distributed))
+    asked = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+    read = []
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    note = base.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: read.append(inputs[0].numel()))
+    with prompts_read_once(trainer, model) if prompts_once else nullcontext(), note:
+        config = GenerationConfig(**asked, eos_token_id=[])
+        output = model.generate(input_ids=ids, attention_mask=(ids != 0).long(), generation_config=config)
+    return output.sequences, torch.stack(output.logits), sum(read)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("lora", [False, True], ids=["", "lora"])
+def test_prompts_that_are_read_once_have_the_completions_of_prompts_that_are_not(family, lora):
+    model = tiny.model(family, dtype=torch.float64).eval()
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False)).double()
+    tokens, logits, read = generated(model)
+    expected_tokens, expected_logits, all_read = generated(model, prompts_once=False)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-9, atol=1e-12)
+    assert all_read == 4 * 5 + 4 * 3
+    assert read == (2 * 4 + 4 * 4 if family in READS_ONCE else all_read)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"distributed": DistributedType.MULTI_CPU},
+        {"generation_kwargs": {"use_cache": False}},
+        {"cache_implementation": "static"},
+    ],
+    ids=str,
+)
+def test_prompts_are_read_as_trl_has_it_where_more_is_asked_for(settings):
+    assert generated(tiny.model("llama"), **settings)[-1] == 4 * 5 + 4 * 3
+
+
+def test_virtual_tokens_are_left_to_peft():
+    model = get_peft_model(tiny.model("llama"), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    assert generated(model)[-1] == 4 * 5 + 4 * 3
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_trainer_reads_a_prompt_once_unless_its_completions_drop_others(dropout, tmp_path):
+    lora = LoraConfig(target_modules="all-linear", lora_dropout=dropout)
+    trainer = training.build(tmp_path, options={"peft_config": lora}, per_device_train_batch_size=6)
+    caches = []
+    base = trainer.model.get_base_model()
+    own = base.generate
+    base.generate = lambda **kwargs: caches.append("past_key_values" in kwargs) or own(**kwargs)
+    trainer._generate_and_score_completions([row for row in tiny.prompts(2) for _ in range(3)])
+    assert caches == [dropout == 0]
+    assert "generate" not in vars(trainer.model)
 
 
 @pytest.mark.parametrize(
