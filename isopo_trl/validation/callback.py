@@ -43,8 +43,8 @@ class ValidationCallback(TrainerCallback):
     curves are drawn to `validation.png` in the output folder, beside the log itself (`trainer_state.json`, which
     `isopo-compare` reads), then and when training ends. Completions come from the trainer's own generation, with its
     tools, environments and vLLM, and the random streams of training are left alone (but for vLLM's own). A bar counts
-    them, unless `disable_tqdm` is set. Where the files cannot be written, on a full disk for example, that is said once and
-    training goes on.
+    them, unless `disable_tqdm` is set. Where the files cannot be written, on a full disk for example, that is said
+    once and training goes on.
 
     The KL divergence is that of completions sampled from the policy, `sum_t (exp(d_t) - 1 - d_t)` with `d_t = log
     pi_initial - log pi` at each of their tokens: never negative, zero at the start, and unbiased where nothing but the
@@ -276,7 +276,8 @@ class ValidationCallback(TrainerCallback):
 
     def _complete(self, rows: dict[str, list[Any]]) -> Generated:
         """One completion of each row of the data."""
-        generated = generate_completions(self.trainer, [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)])
+        each = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        generated = generate_completions(self.trainer, each)
         self.trainer.model.eval()  # continuous batching leaves it in training mode
         return generated
 

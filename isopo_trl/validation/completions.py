@@ -19,7 +19,7 @@ def own_tokens(generated: Generated) -> list[list[int]]:
 
 def log_probabilities(trainer: Any, generated: Generated) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Log-probabilities of the completions' tokens at the training temperature, and the mask of the model's own, `[B, C]`.
+    Log-probabilities of the completions' tokens at the training temperature, and which are the model's own, `[B, C]`.
     """
     device, padding = trainer.accelerator.device, pad_token_id(trainer)
     ids, masks = [], []

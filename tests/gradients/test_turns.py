@@ -3,6 +3,8 @@ Completions of several turns: what a tool wrote between them is context, as a pr
 token weights and their sums, in the lengths of completions and in what a step is measured by; in float64.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -11,9 +13,20 @@ from isopo_trl.step_size import measurement as measuring
 from tests import oracle, tiny, training
 from tests.gradients.test_oracle import build, trainer_for
 from tests.loss.test_zero_advantages import assert_same_weights, logged, trained, whole_and_skipped
-from tests.step_size.enumeration import Run, ratio_of_sums
+from tests.step_size.enumeration import Recorded, Run, ratio_of_sums, sequences
 from tests.token_weights import test_ratio_loss
-from tests.token_weights.definition import WEIGHTS, compare, gtpo_weights, normalisation, off_policy, refer
+from tests.token_weights.definition import (
+    ALL,
+    WEIGHTS,
+    compare,
+    definition,
+    forward,
+    gtpo_weights,
+    normalisation,
+    off_policy,
+    refer,
+    scored_tokens,
+)
 from tests.token_weights.test_ratio_loss import LOSSES
 from tests.trainer.fixed_rollout import fixed_rollout
 from tests.trainer.test_rollouts import add, call
@@ -64,7 +77,8 @@ def test_gradient_of_every_rule_is_that_of_the_turns(rule, lora, loss_type, tmp_
     model = build("llama", lora)
     batch = several_turns(model)
     expected = refer(model, batch, "none", normalisation(batch, loss_type))
-    compare(model, trainer_for(model, tmp_path, rule=rule, loss_type=loss_type), expected, rule)
+    # Every position is a sample, those of the tools included, as those of prompts are
+    compare(model, trainer_for(model, tmp_path, rule=rule, loss_type=loss_type, fisher_samples=ALL), expected, rule)
 
 
 # Weights that look at other tokens, sequences, or the whole batch; others are in `tests/token_weights`
@@ -78,20 +92,28 @@ def test_gradient_of_every_rule_is_that_of_the_turns(rule, lora, loss_type, tmp_
         ("gtpo", "fisher", True),
     ],
 )
-def test_gradient_with_token_weights_is_that_of_the_turns(name, rule, lora, tmp_path):
+def test_gradient_with_token_weights_is_that_of_the_turns(name, rule, lora, tmp_path, monkeypatch):
+    monkeypatch.setitem(WEIGHTS, "m2po", {"token_weights": "m2po", "m2po_budget": 0.3})
+    monkeypatch.setitem(WEIGHTS, "bapo", {"token_weights": "bapo", "bapo_target": 0.9})
+    of_groups = {"token_weights": "gtpo", "group_microbatches": True, "num_generations": 2}
+    monkeypatch.setitem(WEIGHTS, "gtpo", of_groups)
     model = build("llama", lora)
     batch = several_turns(model)
-    settings = dict(WEIGHTS.get(name, {"token_weights": name, "group_microbatches": True, "num_generations": 2}))
+    own = scored_tokens(batch)
     if name == "gtpo":  # turns that begin and end alike, before and after a tool's answer
         ids = batch.completion_ids
-        ids[1, 0], ids[1, 4], ids[3, :3] = ids[0, 0], ids[0, 7], ids[2, :3]
+        ids[1, :2], ids[1, 4], ids[3, :3] = ids[0, :2], ids[0, 7], ids[2, :3]
         off_policy(model, batch)
-        own = batch.completion_mask * batch.extra["tool_mask"]
         weights = gtpo_weights(ids, own, batch.advantages, batch.extra["prompt_numbers"])
         assert weights[0, [0, 7]].tolist() == [2, 2] and weights[2, :3].tolist() == [4, 4, 4]
-        assert not weights[1, [0, 4]].any() and not weights[3].any()
-    expected = refer(model, batch, name, normalisation(batch))
-    compare(model, trainer_for(model, tmp_path, rule=rule, **settings), expected, rule)
+        assert weights[0, 1] == 1 and not weights[1, [0, 4]].any() and not weights[3].any()
+    n = normalisation(batch)
+    expected = refer(model, batch, name, n)
+    # They would be others if a tool's tokens had a say in them
+    all_own = dataclasses.replace(batch, extra={**batch.extra, "tool_mask": torch.ones_like(own)})
+    others = definition(forward(model, all_own)[0], all_own, n, name).weights
+    assert ((others - expected.expected.weights)[own.bool()].abs() > 1e-6).any()
+    compare(model, trainer_for(model, tmp_path, rule=rule, **WEIGHTS[name]), expected, rule)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +171,9 @@ def test_gradient_of_the_turns_that_trl_generates_is_the_definition(tmp_path):
     batch = oracle.Batch(*(generated[name] for name in names), generated["advantages"].double())
     # What the model has said, and nothing else, is scored
     scored = generated["completion_mask"] * generated["tool_mask"]
-    said = [trainer.processing_class.decode(ids[own.bool()]) for ids, own in zip(batch.completion_ids, scored, strict=True)]
+    said = [
+        trainer.processing_class.decode(ids[own.bool()]) for ids, own in zip(batch.completion_ids, scored, strict=True)
+    ]
     first, second, third = trainer.says
     turns = [[first[0], second[0], third[0]], [first[1], second[1]], [first[2]]]
     assert said == ["".join(text + tiny.EOS for text in row) for row in turns]
@@ -193,3 +217,22 @@ def test_a_step_is_measured_at_the_tokens_of_the_model_and_by_their_number(compa
         assert line["step/kl_per_completion"] == pytest.approx(kl.item() * mean_length, rel=1e-6)
     assert run.trainer.step_control.length.mean == pytest.approx(mean_length)
     assert run.trainer.step_control.size.target == pytest.approx(0.05 / mean_length)
+
+
+def test_drift_from_the_sampler_is_that_of_the_tokens_of_the_model(tmp_path):
+    def drawn_with(row):
+        return [-4.0 if own else -50.0 for own in MASKS[row % 3]]
+
+    options = {"rollout_func": fixed_rollout(rollout, drawn_with, env_mask=lambda row: MASKS[row % 3])}
+    settings = {"behaviour_kl": 1e9, "num_iterations": 2, "max_steps": 1, "max_completion_length": 8}
+    model = tiny.model("qwen3", dtype=torch.float64)
+    trainer = training.build(tmp_path, model, Recorded, options=options, **settings)
+    trainer.train()
+    (batch,), change = trainer.batches, []
+    for prompt, completion in sequences(batch):
+        own = torch.tensor(MASKS[(completion[0] - 20) % 3]).bool()
+        before = tiny.model("qwen3", dtype=torch.float64)
+        change.append(training.log_probabilities(before, prompt.tolist(), completion.tolist())[own] + 4)
+    change = torch.cat(change)
+    found = trainer.step_control.behaviour.floor  # of data that no step came after
+    assert found == pytest.approx((change.exp() - 1 - change).mean().item(), rel=1e-6)

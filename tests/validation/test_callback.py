@@ -340,7 +340,11 @@ def test_tools_are_called_and_what_they_wrote_is_nobodys_policy(tmp_path):
     assert seen[0][1]["content"] == "5" and "error" in seen[1][1]["content"]
     assert not any(name.startswith(("tools/", "completions/")) for name in trainer._metrics["eval"])
     kl, length = 0.0, 0
-    said = [first[0] + tiny.EOS + second[0] + tiny.EOS, first[1] + tiny.EOS + second[1] + tiny.EOS, first[2] + tiny.EOS]
+    said = [
+        first[0] + tiny.EOS + second[0] + tiny.EOS,
+        first[1] + tiny.EOS + second[1] + tiny.EOS,
+        first[2] + tiny.EOS,
+    ]
     for text, prompt, ids, mask in zip(said, *callback.last[:3], strict=True):
         own = torch.tensor(mask).bool()
         assert tiny.tokenizer().decode(torch.tensor(ids)[own]) == text
