@@ -94,7 +94,7 @@ def test_gradient_of_every_rule_is_that_of_the_turns(rule, lora, loss_type, tmp_
 )
 def test_gradient_with_token_weights_is_that_of_the_turns(name, rule, lora, tmp_path, monkeypatch):
     monkeypatch.setitem(WEIGHTS, "m2po", {"token_weights": "m2po", "m2po_budget": 0.3})
-    monkeypatch.setitem(WEIGHTS, "bapo", {"token_weights": "bapo", "bapo_target": 0.9})
+    monkeypatch.setitem(WEIGHTS, "bapo", {"token_weights": "bapo", "bapo_target": 0.8})
     of_groups = {"token_weights": "gtpo", "group_microbatches": True, "num_generations": 2}
     monkeypatch.setitem(WEIGHTS, "gtpo", of_groups)
     model = build("llama", lora)
