@@ -5,7 +5,7 @@ with either sign of the advantage begin or end with are not unlearned, and learn
 A token is in conflict where the same token stands at the same place in a completion with `A > 0` and in one with
 `A < 0`, both of its prompt. Of these count the unbroken run from the left, and, with places counted from the end, the
 one from the right. In each of the two a token gets the factor 2 if `A > 0` and 0 if `A < 0`; `w_t` is the product of
-both factors.
+both factors. What a tool wrote inside of a completion ends a run.
 
 The ratio takes no part. The rest of GTPO is not part of this: advantages without division by the deviation are
 `scale_rewards="none"`, and what it does to them by entropy is not there.

@@ -10,8 +10,10 @@ from accelerate.utils import DistributedType
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerationMixin
+from trl import GRPOTrainer
 
 from .loans import borrowed, intercepted
+from .log import figures_apart
 from .required import INSTALL, require
 
 
@@ -20,15 +22,14 @@ require(
     "inputs",
     mentions=(
         *("_generate", "_calculate_rewards", "_get_per_token_logps_and_entropies", "beta", "ref_model", "use_adapter"),
-        *("gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
+        *("gradient_accumulation_steps", "steps_per_generation", "num_iterations", "environment_factories"),
         *("use_vllm", "vllm_importance_sampling_correction", "old_per_token_logps", "sampling_per_token_logps"),
     ),
 )
 require("trl.GRPOTrainer._generate", "prompts", mentions=("rollout_func", "_generate_single_turn"))
 require("trl.GRPOTrainer._generate_single_turn", "prompt_ids", "images", "multimodal_fields", "num_generations")
 require("trl.GRPOTrainer._prepare_inputs", mentions=("_buffered_inputs", "_step", "steps_per_generation"))
-is_conversational = require("trl.data_utils.is_conversational", "example")
-require("trl.GRPOTrainer._tokenize_prompts", "prompts")
+require("trl.GRPOTrainer._generate", mentions=("num_generations", "num_generations_eval", "_tool_call_loop"))
 require("trl.GRPOTrainer.__init__", mentions=("_is_vlm", "_tokenizer", "generation_config", "generation_kwargs"))
 require("trl.generation.vllm_generation.VLLMGeneration.__init__", mentions=("generation_kwargs",))
 
@@ -200,8 +201,26 @@ def is_vision_model(trainer: Any) -> bool:
     return trainer._is_vlm
 
 
-def generate_completions(trainer: Any, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts (texts or messages), and of one completion of each."""
-    prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
-    completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, fields, 1)
-    return prompt_ids, completion_ids
+class _GenerationMade(Exception):
+    """Ends TRL's `_generate_and_score_completions`, of which nothing but the completions is wanted."""
+
+    def __init__(self, generated: Generated):
+        self.generated = generated
+
+
+def generate_completions(trainer: Any, rows: list[dict[str, Any]]) -> Generated:
+    """
+    One completion for each row of a data set, with the tools and environments of the trainer. Nothing is scored, nor
+    logged.
+    """
+
+    def stand_in(generate: Callable[..., Any], prompts: list[Any]) -> Any:
+        raise _GenerationMade(Generated(*generate(prompts)))
+
+    one_each = {"num_generations": 1, "num_generations_eval": 1}
+    with figures_apart(trainer), borrowed(trainer, **one_each), intercepted(trainer, "_generate", stand_in):
+        try:
+            GRPOTrainer._generate_and_score_completions(trainer, rows)
+        except _GenerationMade as made:
+            return made.generated
+    raise RuntimeError(f"TRL's `_generate_and_score_completions` has generated nothing by `_generate`: {INSTALL}.")

@@ -18,9 +18,9 @@ from trl import GRPOTrainer
 
 from ..gsm8k import gsm8k_reward
 from ..rewards.functions import rewards as checked_rewards
-from ..trl_seam.generation import generate_completions, is_conversational, is_vision_model
+from ..trl_seam.generation import Generated, generate_completions, is_vision_model
 from ..trl_seam.rewards import get_callable_name
-from .completions import decoding, log_probabilities
+from .completions import decoding, log_probabilities, own_tokens
 from .curves import STATE, draw
 from .initial_policy import InitialPolicy, kl_estimates
 
@@ -37,14 +37,14 @@ class ValidationCallback(TrainerCallback):
     - `validation/accuracy`: mean reward of one greedy completion per prompt, of those that the reward function scores;
       not logged where it scores none.
     - `validation/kl`: estimate of `KL(policy || initial policy)`, in nats per completion, at the training temperature.
-    - `validation/length`: mean number of tokens of the greedy completions.
+    - `validation/length`: mean number of tokens of the greedy completions; what tools wrote does not count.
 
     They go to the trainer's log, after what the step itself has logged, and so to whatever `report_to` names; the
     curves are drawn to `validation.png` in the output folder, beside the log itself (`trainer_state.json`, which
-    `isopo-compare` reads), then and when training ends. Completions come from the trainer's own generation, vLLM
-    included, and the random streams of training are left alone (but for vLLM's own). A bar counts them, unless
-    `disable_tqdm` is set. Where the files cannot be written, on a full disk for example, that is said once and
-    training goes on.
+    `isopo-compare` reads), then and when training ends. Completions come from the trainer's own generation, with its
+    tools, environments and vLLM, and the random streams of training are left alone (but for vLLM's own). A bar counts
+    them, unless `disable_tqdm` is set. Where the files cannot be written, on a full disk for example, that is said
+    once and training goes on.
 
     The KL divergence is that of completions sampled from the policy, `sum_t (exp(d_t) - 1 - d_t)` with `d_t = log
     pi_initial - log pi` at each of their tokens: never negative, zero at the start, and unbiased where nothing but the
@@ -66,7 +66,8 @@ class ValidationCallback(TrainerCallback):
         dataset (`Dataset`):
             Prompts in the column `prompt`, and what the reward function takes in others.
         reward_func (`Callable`, *optional*, defaults to [`~gsm8k.gsm8k_reward`]):
-            What is averaged: a reward function as TRL calls it. Completions for which it returns `None` are left out.
+            What is averaged: a reward function as TRL calls it, with `environments` where the trainer has them.
+            Completions for which it returns `None` are left out.
         steps (`int`, *optional*, defaults to `50`):
             Optimizer steps between two validations.
         batch_size (`int`, *optional*):
@@ -95,10 +96,10 @@ class ValidationCallback(TrainerCallback):
                 f"steps={steps}, batch_size={batch_size} and kl_prompts={kl_prompts}: the first two must be at least "
                 "1, the last at least 0."
             )
-        if trainer.tools or trainer.rollout_func is not None or trainer.environment_factories is not None:
+        if trainer.rollout_func is not None:
             raise ValueError(
-                "ValidationCallback completes each prompt once, which is not what tools, environments or a "
-                "`rollout_func` do: pass an `eval_dataset` to the trainer instead."
+                "ValidationCallback completes prompts greedily, which nobody can tell a `rollout_func` to do: pass an "
+                "`eval_dataset` to the trainer instead."
             )
         if is_vision_model(trainer) and kl_prompts:
             raise ValueError("The KL divergence of a vision-language model is not supported: set kl_prompts=0.")
@@ -212,18 +213,16 @@ class ValidationCallback(TrainerCallback):
         texts, sums = [], torch.zeros(4, dtype=torch.float64)
         with decoding(self.trainer, greedy=True):
             for rows, real in self._batches(len(self.dataset)):
-                _, completion_ids = self._complete(rows["prompt"])
-                batch = self.trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-                completions: list[Any] = batch
-                if is_conversational({"prompt": rows["prompt"][0]}):
-                    completions = [[{"role": "assistant", "content": text}] for text in batch]
-                rewards = self._rewards(rows, completions, completion_ids)
+                generated = self._complete(rows)
+                ids = generated.completion_ids
+                batch = self.trainer.processing_class.batch_decode(ids, skip_special_tokens=True)
+                rewards = self._rewards(rows, generated.completions, ids)
                 self._advance(bar, real)
-                for text, reward, ids, counts in zip(batch, rewards, completion_ids, real, strict=True):
+                for text, reward, own, counts in zip(batch, rewards, own_tokens(generated), real, strict=True):
                     if counts:
                         texts.append(text)
                         scored = reward is not None and not math.isnan(reward)
-                        sums += torch.tensor([reward if scored else 0.0, scored, len(ids), 1.0], dtype=torch.float64)
+                        sums += torch.tensor([reward if scored else 0.0, scored, sum(own), 1.0], dtype=torch.float64)
         self.completions[step] = texts
         total, scored_count, length, count = self._over_ranks(sums)
         figures = {"validation/length": length / count}
@@ -243,6 +242,8 @@ class ValidationCallback(TrainerCallback):
         columns = {
             name: column for name, column in rows.items() if name not in ("prompt", "completion", "completion_ids")
         }
+        if self.trainer.environments is not None:
+            columns["environments"] = self.trainer.environments
         rewards: Any = self.reward_func(
             prompts=rows["prompt"],
             completions=completions,
@@ -261,23 +262,24 @@ class ValidationCallback(TrainerCallback):
         batches = []
         with decoding(self.trainer, greedy=False):
             for rows, real in self._batches(self.kl_prompts):
-                batches.append((*self._complete(rows["prompt"]), real))
+                batches.append((self._complete(rows), real))
                 self._advance(bar, real)
-        now = [log_probabilities(self.trainer, *ids) for *ids, _ in batches]
+        now = [log_probabilities(self.trainer, generated) for generated, _ in batches]
         with initial.in_place_of(self.trainer):
-            then = [log_probabilities(self.trainer, *ids) for *ids, _ in batches]
+            then = [log_probabilities(self.trainer, generated) for generated, _ in batches]
         sums = torch.zeros(2, dtype=torch.float64)
-        for (*_, real), (logps, mask), (initial_logps, _) in zip(batches, now, then, strict=True):
+        for (_, real), (logps, mask), (initial_logps, _) in zip(batches, now, then, strict=True):
             kl = kl_estimates(logps, initial_logps, mask)
             sums += torch.stack([kl[torch.tensor(real)].sum(), torch.tensor(float(sum(real)))])
         total, count = self._over_ranks(sums)
         return total / count
 
-    def _complete(self, prompts: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of the prompts (texts or messages), and of one completion of each."""
-        ids = generate_completions(self.trainer, prompts)
+    def _complete(self, rows: dict[str, list[Any]]) -> Generated:
+        """One completion of each row of the data."""
+        each = [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+        generated = generate_completions(self.trainer, each)
         self.trainer.model.eval()  # continuous batching leaves it in training mode
-        return ids
+        return generated
 
     def _batches(self, count: int) -> Iterator[tuple[dict[str, list[Any]], list[bool]]]:
         """

@@ -7,24 +7,31 @@ from typing import Any
 import torch
 
 from ..trl_seam.batch import pad, pad_token_id
+from ..trl_seam.generation import Generated
 from ..trl_seam.loans import borrowed
 from ..trl_seam.scoring import Scoring
 
 
-def log_probabilities(
-    trainer: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the completions' tokens at the training temperature, and the mask of tokens, `[B, C]`."""
+def own_tokens(generated: Generated) -> list[list[int]]:
+    """For each token of each completion, 1 where the model has written it, 0 where a tool or the environment has."""
+    return generated.tool_mask or [[1] * len(ids) for ids in generated.completion_ids]
+
+
+def log_probabilities(trainer: Any, generated: Generated) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Log-probabilities of the completions' tokens at the training temperature, and which are the model's own, `[B, C]`.
+    """
     device, padding = trainer.accelerator.device, pad_token_id(trainer)
     ids, masks = [], []
-    for rows, side in ((prompt_ids, "left"), (completion_ids, "right")):
+    for rows, side in ((generated.prompt_ids, "left"), (generated.completion_ids, "right")):
         ids.append(pad([torch.tensor(row) for row in rows], padding, padding_side=side))
         masks.append(pad([torch.ones(len(row), dtype=torch.long) for row in rows], 0, padding_side=side))
     input_ids, attention_mask = torch.cat(ids, 1).to(device), torch.cat(masks, 1).to(device)
     logps = Scoring(trainer).score_without_gradient(
         input_ids, attention_mask, ids[1].shape[1], trainer.args.per_device_train_batch_size
     )
-    return logps, masks[1].to(device)
+    own = pad([torch.tensor(row) for row in own_tokens(generated)], 0, padding_side="right")
+    return logps, own.to(device)
 
 
 def decoding(trainer: Any, greedy: bool) -> AbstractContextManager[None]:

@@ -34,10 +34,10 @@ class Watching(ValidationCallback):
         self.record[-1] |= {"weights_after": full_weights(model), "training": model.training}
         return figures
 
-    def _complete(self, prompts):
-        ids = super()._complete(prompts)
-        self.record[-1]["completed"].append(ids)
-        return ids
+    def _complete(self, rows):
+        generated = super()._complete(rows)
+        self.record[-1]["completed"].append((generated.prompt_ids, generated.completion_ids))
+        return generated
 
     def _write_curves(self):
         """Nowhere: a picture takes longer than a validation."""

@@ -33,9 +33,9 @@ class Weights(TrainerCallback):
 class Run:
     """A run of the model that `build` makes: its log lines, and what its steps are by the definition."""
 
-    def __init__(self, folder, build, callbacks=(), **settings):
+    def __init__(self, folder, build, others=None, *, callbacks=(), **settings):
         self._build, self.weights = build, Weights()
-        options = {"callbacks": [self.weights, *callbacks]}
+        options = {"callbacks": [self.weights, *callbacks], **(others or {})}
         self.trainer = training.build(folder, build(), Recorded, options=options, **settings)
         self.trainer.train()
         self.lines = [line for line in self.trainer.state.log_history if "step/kl" in line]

@@ -190,7 +190,7 @@ class StopsEpoch(TrainerCallback):
 
 def test_what_an_epoch_has_broken_off_is_measured_with_the_step_that_it_goes_into(float64_throughout, tmp_path):
     settings = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "data": tiny.prompts(2)}
-    run = Run(tmp_path, in_float64, [StopsEpoch()], log_step_kl=True, step_kl_share=1.0, **settings)
+    run = Run(tmp_path, in_float64, callbacks=[StopsEpoch()], log_step_kl=True, step_kl_share=1.0, **settings)
     (line,) = run.lines
     assert len(run.trainer.batches) == 3
     assert line["step/kl"] == pytest.approx(ratio_of_sums(run.divergences(0, run.trainer.batches)).kl, rel=1e-6)

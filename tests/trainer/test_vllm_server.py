@@ -101,9 +101,9 @@ def test_after_the_best_checkpoint_is_loaded_the_server_generates_with_it(server
     vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
     run = training.build(tmp_path, **vllm, **{**SETTINGS, "max_steps": 2, "save_strategy": "steps", "save_steps": 1})
     run.train()
-    generate_completions(run, ["1 + 1?"])  # with the last weights
+    generate_completions(run, [{"prompt": "1 + 1?"}])  # with the last weights
     run.state.best_model_checkpoint = str(tmp_path / "checkpoint-1")
     run._load_best_model()
     assert training.distance(server.received, merged(run.model)) > 1e-4
-    generate_completions(run, ["1 + 1?"])
+    generate_completions(run, [{"prompt": "1 + 1?"}])
     assert training.distance(server.received, merged(run.model)) < 1e-6

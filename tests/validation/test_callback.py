@@ -9,11 +9,13 @@ from datasets import Dataset
 from peft import get_peft_model
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
 
 from isopo_trl import ISOPOTrainer
 from isopo_trl.validation import ValidationCallback
 from isopo_trl.validation.initial_policy import InitialPolicy
 from tests import tiny, training
+from tests.trainer.test_rollouts import Counter, add, call, scripted
 from tests.validation.runs import png_size
 from tests.validation.validating import (
     FIGURES,
@@ -29,6 +31,7 @@ from tests.validation.validating import (
 )
 
 
+BEFORE = [tiny.VOCABULARY["<|assistant|>"]]  # a completion of messages
 TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
@@ -208,9 +211,10 @@ def test_accuracy_is_the_mean_reward_of_greedy_completions(conversational, batch
 
     ids = [greedy(model(), prompt) for prompt in data["prompt"]]
     texts = tiny.tokenizer().batch_decode(ids, skip_special_tokens=True)
-    rewards = [w * value for w, value in zip(data["weight"], tiny.reward(texts), strict=True)]
-    assert callback.completions[0] == texts
-    assert given == ([[{"role": "assistant", "content": text}] for text in texts] if conversational else texts)
+    # Of messages, the reward sees what it sees in training: what the tokenizer's own template reads
+    expected = [[parse_response(tiny.tokenizer(), row, BEFORE)] for row in ids] if conversational else texts
+    rewards = [w * value for w, value in zip(data["weight"], tiny.reward(expected), strict=True)]
+    assert callback.completions[0] == texts and given == expected
     assert figures["validation/accuracy"] == pytest.approx(sum(rewards) / 7, rel=1e-12)
     assert figures["validation/length"] == sum(map(len, ids)) / 7
     assert len(set(texts)) > 3 and len(set(map(len, ids))) > 1  # else this would say little
@@ -309,6 +313,61 @@ def test_a_reward_function_that_returns_no_list_is_named(tmp_path):
         callback.validate()
 
 
+# Turns
+
+
+class KeepingTurns(ValidationCallback):
+    def _complete(self, rows):
+        self.last = super()._complete(rows)
+        return self.last
+
+
+def test_tools_are_called_and_what_they_wrote_is_nobodys_policy(tmp_path):
+    """One call that works, one that fails, one answer at once."""
+    first, second = [call("add", a=2, b=3), call("add", a=2, c=3), "no idea"], ["5 it is", "sorry"]
+    seen, policy, data = [], model(), tiny.conversational_prompts(3)
+
+    def reward(completions, **_):
+        seen.extend(completions)
+        return [float(len(messages)) for messages in completions]
+
+    settings = {"options": {"tools": [add]}, "max_completion_length": 128, "callback": KeepingTurns}
+    kind = scripted(ISOPOTrainer, [first, second])
+    trainer, callback = validating(tmp_path, policy, data=data, reward=reward, kind=kind, **settings)
+    shaken(policy)
+    figures = callback.validate()
+    assert [len(messages) for messages in seen] == [3, 3, 1] and figures["validation/accuracy"] == 7 / 3
+    assert seen[0][1]["content"] == "5" and "error" in seen[1][1]["content"]
+    assert not any(name.startswith(("tools/", "completions/")) for name in trainer._metrics["eval"])
+    kl, length = 0.0, 0
+    said = [
+        first[0] + tiny.EOS + second[0] + tiny.EOS,
+        first[1] + tiny.EOS + second[1] + tiny.EOS,
+        first[2] + tiny.EOS,
+    ]
+    for text, prompt, ids, mask in zip(said, *callback.last[:3], strict=True):
+        own = torch.tensor(mask).bool()
+        assert tiny.tokenizer().decode(torch.tensor(ids)[own]) == text
+        then, now = (training.log_probabilities(each, prompt, ids)[own] for each in (model(), policy))
+        kl += ((then - now).exp() - 1 - (then - now)).sum().item()
+        length += int(own.sum())
+    assert figures["validation/length"] == length / 3
+    assert figures["validation/kl"] == pytest.approx(kl / 3, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'environment_factory'")
+def test_environments_begin_anew_and_the_reward_function_sees_them(tmp_path):
+    def reward(environments, **_):
+        return [each.get_reward() for each in environments]
+
+    texts = [[call("up", by=1), call("up", by=4), "nothing"], ["done"]]
+    settings = {"options": {"environment_factory": Counter}, "max_completion_length": 96, "kl_prompts": 0}
+    data, kind = tiny.conversational_prompts(3), scripted(ISOPOTrainer, texts)
+    _, callback = validating(tmp_path, data=data, reward=reward, kind=kind, **settings)
+    for _ in range(2):
+        assert callback.validate()["validation/accuracy"] == pytest.approx(0.5 / 3)
+
+
 # Refusals
 
 
@@ -327,10 +386,8 @@ def test_what_cannot_be_validated_is_refused_at_construction(data, settings, mes
         ValidationCallback(training.build(tmp_path), data, tiny.reward, **settings)
 
 
-@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factories"])
-def test_completions_that_are_not_the_models_alone_are_refused(name, tmp_path):
+def test_a_rollout_function_is_refused_which_nobody_can_tell_to_be_greedy(tmp_path):
     trainer = training.build(tmp_path)
-    assert not getattr(trainer, name)  # TRL's name for it
-    setattr(trainer, name, [print])
-    with pytest.raises(ValueError, match="completes each prompt once.*pass an `eval_dataset`"):
+    trainer.rollout_func = print
+    with pytest.raises(ValueError, match="completes prompts greedily.*pass an `eval_dataset`"):
         ValidationCallback(trainer, tiny.prompts(2), tiny.reward)

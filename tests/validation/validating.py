@@ -19,10 +19,10 @@ class Keeping(ValidationCallback):
         self.rows = []
         return super().validate()
 
-    def _complete(self, prompts):
-        output = super()._complete(prompts)
-        self.rows += zip(*output, strict=True)
-        return output
+    def _complete(self, rows):
+        generated = super()._complete(rows)
+        self.rows += zip(generated.prompt_ids, generated.completion_ids, strict=True)
+        return generated
 
 
 def model(ending=2.5):
