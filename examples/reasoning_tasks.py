@@ -21,15 +21,16 @@ where the answer stands in a completion: it names one of the functions in `ANSWE
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from itertools import count, zip_longest
+from itertools import count, islice, zip_longest
 from typing import Any
 
 import embedded
 from command_line import Parser
 from datasets import Dataset
+from tqdm.auto import tqdm
 from training_run import (
     DEFAULTS,
     EMBEDDED,
@@ -45,6 +46,7 @@ from training_run import (
     load_model,
     one_voice,
     parsed,
+    rank,
     refuse,
     say,
 )
@@ -175,9 +177,10 @@ def known_tasks() -> dict[str, tuple[type, type]]:
     return tasks
 
 
-def suggestion(name: str, known: Any) -> str:
-    close = get_close_matches(name, known, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}? " if close else ""
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Near names, as a remark after a name that is not known."""
+    close = get_close_matches(name, list(known))
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def settings_by_task(tasks: list[str], given: dict | str | None) -> dict[str, dict[str, Any]]:
@@ -187,8 +190,8 @@ def settings_by_task(tasks: list[str], given: dict | str | None) -> dict[str, di
         raise ValueError("--tasks is empty: give it names of tasks of reasoning-gym, or leave it out.")
     for task in tasks:
         if task not in known:
-            listed = suggestion(task, known) or f"choose among {', '.join(sorted(known))}."
-            raise ValueError(f"--tasks {task}: reasoning-gym has no such task: {listed}")
+            listed = suggestion(task, known) or f": choose among {', '.join(sorted(known))}"
+            raise ValueError(f"--tasks {task}: reasoning-gym has no such task{listed}.")
     if len(set(tasks)) < len(tasks):
         raise ValueError(f"--tasks {' '.join(tasks)}: a task is there twice.")
     example = f"'{{\"{tasks[0]}\": {{...}}}}'"
@@ -206,8 +209,8 @@ def settings_by_task(tasks: list[str], given: dict | str | None) -> dict[str, di
     for task, settings in given.items():
         if task not in tasks:
             raise ValueError(
-                f"--task_config is for {task!r}, which is none of the tasks: {suggestion(task, tasks)}With several "
-                f"tasks, settings stand under the task's name, as {example}; these are {', '.join(tasks)}."
+                f"--task_config is for {task!r}, which is none of the tasks{suggestion(task, tasks)}: with several "
+                f"tasks, settings stand under the task's name, as {example}. These are {', '.join(tasks)}."
             )
         if not isinstance(settings, dict):
             raise ValueError(f"--task_config has {settings!r} for {task}, not an object of its settings.")
@@ -225,15 +228,15 @@ def make_task(task: str, settings: dict[str, Any], seed: int):
             return setting.name
         return f"{setting.name}={setting.default!r}"
 
-    listed = f"Its settings and their defaults: {', '.join(map(shown, known.values()))}."
+    listed = f"its settings are {', '.join(map(shown, known.values()))}."
     for name in settings:
         if name not in known:
-            raise ValueError(f"--task_config: {task} has no setting {name!r}. {suggestion(name, known)}{listed}")
+            raise ValueError(f"--task_config: {task} has no setting {name!r}{suggestion(name, known)}: {listed}")
     try:
         return reasoning_gym().create_dataset(task, seed=seed, size=10**9, **settings)
     except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = str(error) or "a value is out of its range"
-        raise ValueError(f"--task_config: {task} does not take {json.dumps(settings)}: {reason}. {listed}") from error
+        raise ValueError(f"--task_config: {task} does not take {json.dumps(settings)}: {reason}; {listed}") from error
 
 
 def different_instances(problems: Any, task: str) -> Iterator[dict[str, Any]]:
@@ -258,15 +261,18 @@ def different_instances(problems: Any, task: str) -> Iterator[dict[str, Any]]:
 
 def draw(problems: Any, task: str, train: int, held_out: int) -> tuple[list[dict], list[dict]]:
     """Instances to train on and to validate with; of a task that has few, a fifth is to validate with."""
-    found = [
-        instance for instance, _ in zip(different_instances(problems, task), range(train + held_out), strict=False)
-    ]
+    found = []
+    with tqdm(total=train + held_out, desc=task, unit="problem", leave=False, disable=rank() > 0) as bar:
+        for instance in islice(different_instances(problems, task), train + held_out):
+            found.append(instance)
+            bar.update()
     if len(found) < 2:
         raise ValueError(
             f"{task} has {len(found)} different problems with these settings: at least 2 are needed, to train and to "
             "validate. Change --task_config."
         )
-    held_out = min(held_out, max(1, len(found) // 5))
+    if len(found) < train + held_out:
+        held_out = min(held_out, max(1, len(found) // 5))
     return found[held_out:], found[:held_out]
 
 
