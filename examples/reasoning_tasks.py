@@ -20,6 +20,7 @@ where the answer stands in a completion: it names one of the functions in `ANSWE
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
@@ -64,18 +65,17 @@ SCRIPT = "reasoning_tasks.py"
 TASKS = {
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 12},
-    "letter_counting": {"min_words": 1, "max_words": 2},
+    "lcm": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 9},
 }
 # With the embedded model: minutes on two cores
 SMALL = {
     **SMALL_MODEL,
-    "plain_text": True,
-    "answer": "first_line",
-    "max_completion_length": 8,
-    "max_steps": 16,
-    "validation_steps": 8,
-    "validation_size": 48,
-    "kl_size": 16,
+    "answer": "last_number",
+    "max_completion_length": 16,  # "The GCD of 9 and 6 is 3." is 13
+    "max_steps": 12,
+    "validation_steps": 6,
+    "validation_size": 30,
+    "kl_size": 12,
 }
 # So many instances in a row that were seen before are taken for the end of what a task has
 IN_VAIN = 200
@@ -101,6 +101,12 @@ def last_line(text: str) -> str | None:
     return lines(text)[-1] if lines(text) else None
 
 
+def last_number(text: str) -> str | None:
+    """For a small model, which puts a number into a sentence."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+    return numbers[-1] if numbers else None
+
+
 def whole_text(text: str) -> str | None:
     return text.strip() or None
 
@@ -109,6 +115,7 @@ ANSWERS: dict[str, Callable[[str], str | None]] = {
     "tags": tags,
     "first_line": first_line,
     "last_line": last_line,
+    "last_number": last_number,
     "whole_text": whole_text,
 }
 # What the model is told of it, unless --instruction says otherwise
@@ -116,6 +123,7 @@ INSTRUCTIONS = {
     "tags": "Think step by step, then give the answer alone between <answer> and </answer>.",
     "first_line": "Give the answer alone, on the first line.",
     "last_line": "Think step by step, then give the answer alone, on the last line.",
+    "last_number": "Give the answer, a number, at the end.",
     "whole_text": "Give the answer alone.",
 }
 
@@ -131,8 +139,8 @@ class TaskArguments(RunArguments):
             `{"gcd": {"max_value": 30}}`. What is not set is reasoning-gym's default.
         task_seed (`int`): seed of the problems.
         train_size (`int`): problems to train on, fewer where tasks do not have so many.
-        answer (`str`): where the answer stands in a completion: `"tags"`, `"first_line"`, `"last_line"` or
-            `"whole_text"`.
+        answer (`str`): where the answer stands in a completion: `"tags"`, `"first_line"`, `"last_line"`,
+            `"last_number"` or `"whole_text"`.
     """
 
     tasks: list[str] | None = field(

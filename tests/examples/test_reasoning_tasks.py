@@ -41,7 +41,7 @@ def test_without_arguments_small_tasks_are_learned_by_the_embedded_model(script,
     script_args, args, model_args = script.read_arguments([])
     assert model_args.model_name_or_path == "embedded" and model_args.use_peft and args.max_steps < 50
     assert script_args.tasks == list(script.TASKS) and script_args.task_config == script.TASKS
-    assert "tasks chain_sum, gcd, letter_counting of reasoning-gym" in capsys.readouterr().out
+    assert "tasks chain_sum, gcd, lcm of reasoning-gym" in capsys.readouterr().out
     assert args.output_dir == "outputs/reasoning_tasks-isopo"
     script_args, args, _ = script.read_arguments(["--model_name_or_path=some/model", "--trainer=reinforce"])
     assert (script_args.answer, script_args.plain_text, args.max_steps, args.rule) == ("tags", False, 500, "none")
@@ -136,6 +136,7 @@ def test_an_answer_stands_where_the_argument_says(script):
         "tags": "5",
         "first_line": "Let me see.",
         "last_line": "<answer> 5 </answer>",
+        "last_number": "5",
         "whole_text": text.strip(),
     }
     assert [read(" \n") for read in script.ANSWERS.values()] == [None] * 4
