@@ -20,6 +20,7 @@ where the answer stands in a completion: it names one of the functions in `ANSWE
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -374,6 +375,11 @@ def read_arguments(arguments: list[str]) -> tuple[TaskArguments, GRPOConfig, Mod
 
 def load(script_args: TaskArguments, args: GRPOConfig, model_args: ModelConfig):
     """The problems, prompts to train on and to validate with, and the tokenizer."""
+    if args.world_size > 1 and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        raise ValueError(
+            "Several processes need the same problems, and some tasks make them in an order that Python draws anew in "
+            "each process: start the run with the environment variable PYTHONHASHSEED=0."
+        )
     sizes = (script_args.train_size, script_args.validation_size)
     problems = Problems(script_args.task_config, script_args.task_seed, *sizes)
     for task, (train, held_out) in problems.counts.items():

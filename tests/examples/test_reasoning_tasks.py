@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +127,13 @@ def test_a_task_without_enough_problems_is_refused(script):
         script.Problems({"count_bits": {"min_n": 5, "max_n": 5}}, 0, 10, 10)
 
 
+def test_several_processes_need_the_same_problems(script, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    args = SimpleNamespace(world_size=2)
+    with pytest.raises(ValueError, match="start the run with the environment variable PYTHONHASHSEED=0"):
+        script.load(None, args, None)
+
+
 # The rewards
 
 
@@ -139,7 +147,7 @@ def test_an_answer_stands_where_the_argument_says(script):
         "last_number": "5",
         "whole_text": text.strip(),
     }
-    assert [read(" \n") for read in script.ANSWERS.values()] == [None] * 4
+    assert [read(" \n") for read in script.ANSWERS.values()] == [None] * 5
     assert set(script.INSTRUCTIONS) == set(script.ANSWERS)
 
 
