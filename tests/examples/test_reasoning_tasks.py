@@ -12,6 +12,8 @@ import pytest
 from tests import tiny
 
 
+pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym, which the extra for tests installs")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
