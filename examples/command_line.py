@@ -1,5 +1,5 @@
 """
-How `gsm8k.py` reads its arguments: the command line and the file after `--config`, together and once.
+How the scripts of this folder read their arguments: the command line and the file after `--config`, together and once.
 
 TRL's parser with three differences. An abbreviation is refused: what it stands for changes with the arguments that
 there are. A mistake is a `ValueError` of one sentence, not a page of usage. What was given is told apart from what was

@@ -1,4 +1,4 @@
-"""What `gsm8k.py` looks at before anything long starts: a run that cannot end well should not begin."""
+"""What is looked at before anything long starts: a run that cannot end well should not begin."""
 
 import os
 import socket

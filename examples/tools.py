@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import embedded
-import gsm8k
 import torch
+import training_run
 from calculator import calculator
 from command_line import Parser
 from datasets import Dataset
@@ -91,9 +91,10 @@ RESPONSE_TEMPLATE = {
 }
 
 SMALL = {
-    **{name: value for name, value in gsm8k.SMALL.items() if name not in ("format_weight", "kl_size")},
+    **training_run.SMALL,
     "per_device_train_batch_size": 8,
     "max_completion_length": 64,
+    "max_steps": 12,
     "validation_steps": 12,
     "validation_size": 10,
     "shown_steps": 12,
@@ -196,34 +197,34 @@ def show(model: torch.nn.Module, tokenizer: Any, problems: Dataset, steps: int, 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        gsm8k.say(f"shown {step + 1:4}  loss {loss.item():.3f}")
+        training_run.say(f"shown {step + 1:4}  loss {loss.item():.3f}")
 
 
 # A run
 
 
 def read_arguments(arguments: list[str]) -> tuple[ToolsArguments, ISOPOConfig, ModelConfig]:
-    parser = Parser((ToolsArguments, ISOPOConfig, ModelConfig), **gsm8k.DEFAULTS)
+    parser = Parser((ToolsArguments, ISOPOConfig, ModelConfig), **training_run.DEFAULTS)
     given = parser.given(arguments)
-    defaults = {**gsm8k.DEFAULTS, "output_dir": "outputs/tools"}
+    defaults = {**training_run.DEFAULTS, "output_dir": "outputs/tools"}
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
-    name = given.setdefault("model_name_or_path", gsm8k.EMBEDDED)
-    if name == gsm8k.EMBEDDED:
+    name = given.setdefault("model_name_or_path", training_run.EMBEDDED)
+    if name == training_run.EMBEDDED:
         defaults |= {**SMALL, "save_strategy": "no"}
     else:
-        defaults |= gsm8k.BOUNDED | (gsm8k.OF_ADAPTERS if given.get("use_peft") else {})
+        defaults |= training_run.BOUNDED | (training_run.OF_ADAPTERS if given.get("use_peft") else {})
     return TrlParser((ToolsArguments, ISOPOConfig, ModelConfig)).parse_dict({**defaults, **given})
 
 
 def load(args: ISOPOConfig, model_args: ModelConfig) -> tuple[torch.nn.Module, Any]:
     """Model and tokenizer; the embedded one gets its templates."""
-    is_embedded = model_args.model_name_or_path == gsm8k.EMBEDDED
+    is_embedded = model_args.model_name_or_path == training_run.EMBEDDED
     if is_embedded:
         model_args.model_name_or_path = embedded.model_path()
     name = model_args.model_name_or_path
     check_model(name, args.trust_remote_code, saved=not model_args.use_peft)
-    tokenizer = gsm8k.load_tokenizer(name, model_args.model_revision, args.trust_remote_code)
+    tokenizer = training_run.load_tokenizer(name, model_args.model_revision, args.trust_remote_code)
     if is_embedded:
         tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(
@@ -237,7 +238,7 @@ def load(args: ISOPOConfig, model_args: ModelConfig) -> tuple[torch.nn.Module, A
     return model if adapter is None else get_peft_model(model, adapter), tokenizer
 
 
-class Progress(gsm8k.Progress):
+class Progress(training_run.Progress):
     """One line per step, with the calls."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -269,9 +270,9 @@ def build(script_args: ToolsArguments, args: ISOPOConfig, model: torch.nn.Module
 
 def main(arguments: list[str]) -> int:
     try:
-        gsm8k.one_voice()
+        training_run.one_voice()
         script_args, args, model_args = read_arguments(arguments)
-        gsm8k.use_all_cores(args)
+        training_run.use_all_cores(args)
         check_machine(args)
         resume = checkpoint(args)
         model, tokenizer = load(args, model_args)
@@ -279,15 +280,15 @@ def main(arguments: list[str]) -> int:
             torch.manual_seed(args.seed)
             show(model, tokenizer, products("train"), script_args.shown_steps)
         trainer = build(script_args, args, model, tokenizer)
-    except gsm8k.REFUSALS as error:
+    except training_run.REFUSALS as error:
         print(f"tools.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     start = time.monotonic()
     trainer.train(resume_from_checkpoint=resume)
-    gsm8k.say(f"\n{trainer.state.global_step} steps in {(time.monotonic() - start) / 60:.1f} minutes.")
+    training_run.say(f"\n{trainer.state.global_step} steps in {(time.monotonic() - start) / 60:.1f} minutes.")
     trainer.save_state()
     trainer.save_model()
-    gsm8k.say(f"Model: {args.output_dir}")
+    training_run.say(f"Model: {args.output_dir}")
     return 0
 
 
