@@ -1,0 +1,1 @@
+"""Functions written in Python."""
