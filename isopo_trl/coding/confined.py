@@ -1,9 +1,9 @@
 """
 The program of the process in which a completion runs, started by `sandbox.py` as `python -I -S confined.py`.
 
-It reads a job, takes its limits, imports what modules of the list below the source names, gives up all system calls but
-those of `CALLS`, says `READY`, and only then runs the source. From there on it answers lines with lines: arguments with
-what the function returns, both as [`literal`] writes them.
+It reads a job, imports those of `MODULES` that the source names, takes its limits, gives up all system calls but those
+of `CALLS`, says `READY`, and only then runs the source. From there on it answers lines with lines: arguments with what
+the function returns, both as [`literal`] writes them.
 
 A completion has the whole interpreter to itself. It can change any name, including those of this file, and write any
 line. So nothing of what is expected is here, and what comes out is compared by the other side of the pipe.
@@ -16,15 +16,15 @@ READY, PASSED, ERROR = b"ready", b"passed", b"error"
 
 # What a source may import; they are read before files can no longer be opened
 MODULES = frozenset(
-    "abc array bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions functools "
-    "hashlib heapq io itertools json math numbers operator os queue random re statistics string struct sys textwrap "
-    "threading time types typing unicodedata".split()
+    "abc array bisect calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions "
+    "functools hashlib heapq io itertools json math numbers operator os queue random re statistics string struct sys "
+    "textwrap threading time types typing unicodedata".split()
 )
 # And what these import or read once they are used
 LATER = {"datetime": ("_strptime",), "collections": ("collections.abc",)}
 
-# Numbers of system calls (asm/unistd.h) by machine, and its own in the filter (linux/audit.h). They reach the memory of
-# the process, its clock, its signal handlers and the pipes that it has: no file, socket, process or setting of another
+# Numbers of system calls (asm/unistd.h) by machine, and its own in the filter (linux/audit.h). They reach the memory
+# of the process, its clock, its signal handlers and its two pipes: no file, no socket, no other process
 CALLS = {
     "x86_64": {
         "architecture": 0xC000003E,
@@ -48,8 +48,8 @@ DEPTH = 100  # of containers within containers
 
 def literal(value, sort=False, depth=0):
     """
-    `value` as Python writes it, in one line. With `sort`, equal dictionaries have one text, whatever their order; equal
-    sets do always. A subclass counts as the builtin type that it comes from.
+    `value` as Python writes it, in one line. With `sort`, equal dictionaries have one text, whatever their order;
+    equal sets do always. A subclass counts as the builtin type that it comes from.
     """
     if depth > DEPTH:
         raise ValueError(f"a value of more than {DEPTH} containers within one another")

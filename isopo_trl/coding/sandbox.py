@@ -2,8 +2,8 @@
 Completions run in processes of their own, which can compute and nothing else.
 
 Each process is fresh, has limits of time and memory, and can make no system call but the few of `confined.CALLS`: it
-opens no file and no socket, starts no process or thread, sends no signal. It is ended when its verdict is known. What it
-answers is compared as text, and never parsed here.
+opens no file and no socket, starts no process or thread, sends no signal. It is ended when its verdict is known. What
+it answers is compared as text, and never parsed here.
 """
 
 import os
@@ -20,6 +20,11 @@ from .confined import PASSED, READY, literal
 
 PROGRAM = Path(__file__).with_name("confined.py")
 START = 120  # seconds until a process must have started, on a machine that has much else to do
+REFUSAL = (
+    "Completions are not run here, since their process cannot be confined: {reason}. That needs Linux on x86_64 or "
+    "aarch64, with seccomp filters, and Python with ctypes. On other systems, a Linux container or virtual machine "
+    "has all of it."
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class Confined:
     """
 
     def __init__(self, source: str, function: str, limits: Limits, checks: str = ""):
+        if sys.platform != "linux":
+            raise RuntimeError(REFUSAL.format(reason=f"this is {sys.platform}"))
         self.limits = limits
         kept = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self.process = subprocess.Popen(
@@ -95,11 +102,7 @@ class Confined:
             raise
         if started != READY:
             self.end()
-            raise RuntimeError(
-                "Completions cannot be run here, since their process cannot be confined "
-                f"({started.decode(errors='replace')}). It needs Linux on x86_64 or aarch64 with seccomp filters, and "
-                "Python with ctypes; other systems can run it in a container."
-            )
+            raise RuntimeError(REFUSAL.format(reason=started.decode(errors="replace")))
         self.deadline = time.monotonic() + limits.seconds
 
     def ask(self, *requests: bytes) -> bytes:
@@ -151,7 +154,7 @@ def share_passed(
     Share of `tests` that a source's function passes; unless `partial`, 0.0 from the first one that it does not.
 
     Args:
-        tests (`Sequence[tuple[str, str]]`): arguments, and what is returned for them, as [`~coding.literal`] writes them.
+        tests (`Sequence[tuple[str, str]]`): arguments, and what is to come back, as [`~coding.literal`] writes them.
     """
     passed = 0
     with Confined(source, function, limits) as process:
