@@ -51,11 +51,13 @@ from isopo_trl.coding.problems import INSTRUCTION
 SCRIPT = "coding.py"
 VALIDATION = ("grammar", "human_eval")
 
-# With the embedded model: minutes on two cores. It goes on from the code alone, which takes fewer tokens
+# With the embedded model: minutes on two cores. It goes on from "return", which takes few tokens
 SMALL = {
     **SMALL_MODEL,
     "plain_text": True,
-    "max_completion_length": 24,
+    "expression": True,
+    "examples": 0,
+    "max_completion_length": 12,  # "sorted(numbers)" is 5
     "max_steps": 12,
     "train_size": 70,
     "validation_steps": 6,
@@ -72,6 +74,9 @@ class CodingArguments(RunArguments):
     Args:
         difficulty (`int`): steps of the functions to train on.
         train_size (`int`): functions to train on.
+        examples (`int`): tests of a function that its docstring shows.
+        expression (`bool`): whether the body of a function begins with `return`, so that an expression is what is left
+            to write; with `plain_text`.
         validation (`str`): `"grammar"`, functions as those that are trained on, none of them the same; or
             `"human_eval"`, which needs the package `human-eval`.
         partial (`bool`): whether the reward is the share of tests that are passed, not 1 for all and 0 for fewer.
@@ -81,6 +86,11 @@ class CodingArguments(RunArguments):
 
     difficulty: int = field(default=1, metadata={"help": "Steps of the functions to train on."})
     train_size: int = field(default=2000, metadata={"help": "Functions to train on."})
+    examples: int = field(default=2, metadata={"help": "Tests of a function that its docstring shows."})
+    expression: bool = field(
+        default=False,
+        metadata={"help": "Whether the body begins with 'return', and an expression is to follow; with --plain_text."},
+    )
     validation: str = field(default="grammar", metadata={"help": "grammar or human_eval."})
     partial: bool = field(default=False, metadata={"help": "Whether the reward is the share of tests that pass."})
     processor_seconds: int = field(default=4, metadata={"help": "Time on a processor that a completion may take."})
@@ -90,6 +100,8 @@ class CodingArguments(RunArguments):
         super().__post_init__()
         if self.validation not in VALIDATION:
             raise ValueError(f"--validation {self.validation} is unknown: choose one of {', '.join(VALIDATION)}.")
+        if self.expression and not self.plain_text:
+            raise ValueError("--expression needs --plain_text: a message does not go on from what was begun.")
 
 
 def read_arguments(arguments: list[str]) -> tuple[CodingArguments, GRPOConfig, ModelConfig]:
@@ -107,9 +119,13 @@ def load(script_args: CodingArguments, args: GRPOConfig, model_args: ModelConfig
     if instruction is None and template is None and chat:
         instruction = INSTRUCTION
     made = script_args.validation_size if script_args.validation == "grammar" else 0
-    problems = make_problems(script_args.train_size + made, script_args.difficulty)
+    problems = make_problems(script_args.train_size + made, script_args.difficulty, examples=script_args.examples)
     held_out = problems.select(range(made)) if made else human_eval() if script_args.validation_size else problems
     problems = problems.select(range(made, len(problems)))
+    if script_args.expression:
+        problems, held_out = (
+            rows.map(lambda row: {"head": row["head"] + "    return"}) for rows in (problems, held_out)
+        )
     tokenizer = load_model(args, model_args, chat)
     train, held_out = (as_prompts(rows, instruction, chat, template) for rows in (problems, held_out))
     check_prompt(train[0]["prompt"], tokenizer, args)
@@ -121,9 +137,8 @@ def main(arguments: list[str]) -> int:
         one_voice()
         script_args, args, model_args = read_arguments(arguments)
         limits = Limits(script_args.processor_seconds)
-        reward, correct = (
-            CodeReward(partial, limits, script_args.processes) for partial in (script_args.partial, False)
-        )
+        reward = CodeReward(script_args.partial, limits, script_args.processes)
+        correct = CodeReward(limits=limits, processes=script_args.processes)
         resume = begin(args, model_args)
         train, held_out, tokenizer = load(script_args, args, model_args)
         trainer = build(script_args, args, model_args, train, tokenizer, [reward], [1.0])

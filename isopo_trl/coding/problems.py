@@ -89,7 +89,7 @@ def make_problems(size: int, difficulty: int = 1, seed: int = 0, examples: int =
     """
     if size < 1 or difficulty < 1 or not 0 <= examples < TESTS:
         raise ValueError(
-            f"size={size} and difficulty={difficulty} must be at least 1, and examples={examples} from 0 to {TESTS - 1}."
+            f"size={size} and difficulty={difficulty} must be at least 1, and examples={examples} 0 to {TESTS - 1}."
         )
     stream = random.Random(f"{seed} {difficulty}")
     problems: dict[str, dict[str, Any]] = {}
