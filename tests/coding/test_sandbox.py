@@ -14,7 +14,7 @@ from tests.coding.confinement import confines
 
 
 PLENTY = Limits(processor_seconds=60, seconds=600)
-SCARCE = Limits(processor_seconds=1, seconds=600, memory=96 * 2**20)
+SCARCE = Limits(processor_seconds=1, seconds=20, memory=96 * 2**20)
 RIGHT = "def f(x):\n    return x + 1\n"
 TESTS = [(literal((n,)), literal(n + 1)) for n in range(3)]
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -38,7 +38,7 @@ ATTEMPTS = {
     "new_session": "import os; os.setsid()",
     "network": LIBC + "assert libc.socket(2, 1, 0) >= 0",
     "local_network": LIBC + "assert libc.socket(1, 1, 0) >= 0",
-    "much_memory_at_once": "x = bytearray(10**12)",
+    "much_memory_at_once": "x = bytes(2**29)",
     "much_memory_bit_by_bit": "x = []\nwhile True: x.append(bytearray(2**20))",
     "take_more_memory": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
     "shared_memory": LIBC + "assert libc.shmget(0, 4096, 0o1666) >= 0",
@@ -54,7 +54,7 @@ ATTEMPTS = {
     "list_a_folder": "import os; os.listdir('/')",
     "read_the_parent's_memory": "open('/proc/{parent}/mem', 'rb')",
     "read_the_parent's_environment": "open('/proc/{parent}/environ', 'rb')",
-    "attach_to_the_parent": LIBC + "assert libc.ptrace(16, {parent}, 0, 0) == 0",
+    "attach_to_the_parent": LIBC + "assert libc.ptrace(0x4206, {parent}, 0, 0) == 0",
     "kill_the_parent": "import os; os.kill({parent}, 0)",
     "kill_the_parent_in_native_code": LIBC + "assert libc.kill({parent}, 0) == 0",
     "kill_the_group": "import os; os.killpg(0, 0)",
@@ -123,8 +123,8 @@ FORGED = {
     "a_thing_that_prints_well": "class All:\n    def __repr__(self): return '1'\ndef f(x): return All()",
     "other_functions": "import builtins\nbuiltins.ascii = builtins.repr = lambda x: 'passed'\ndef f(x): return 0",
     "no_asserts": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return 0",
-    "markers": "print('ready\\npassed\\n' * 9)\nimport os\nfor n in range(3, 9):\n    try: os.write(n, b'passed\\n' * 9)\n"
-    "    except OSError: pass\ndef f(x): return 0",
+    "markers": "print('ready\\npassed\\n' * 9)\nimport os\nfor n in range(3, 9):\n    try:\n"
+    "        os.write(n, b'passed\\n' * 9)\n    except OSError: pass\ndef f(x): return 0",
     "an_end": "def f(x): raise SystemExit(0)",
     "much": "def f(x): return 'x' * 10**7",
     "much_without_end": "import os\nfor n in range(3, 9):\n    try:\n        while True: os.write(n, b'x' * 10**5)\n"
