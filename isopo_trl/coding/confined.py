@@ -44,6 +44,7 @@ CALLS = {
     },
 }
 DEPTH = 100  # of containers within containers
+PLAIN: list = [int, float, str, bytes, complex]
 
 
 def literal(value, sort=False, depth=0):
@@ -55,7 +56,7 @@ def literal(value, sort=False, depth=0):
         raise ValueError(f"a value of more than {DEPTH} containers within one another")
     if value is None or isinstance(value, bool):
         return repr(value)
-    for kind in (int, float, str, bytes, complex):
+    for kind in PLAIN:
         if isinstance(value, kind):
             return ascii(value if type(value) is kind else kind(value))
     if isinstance(value, dict):
@@ -111,7 +112,7 @@ def give_up_calls():
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("first", ctypes.POINTER(Instruction))]
 
-    instructions = (Instruction * len(program))(*program)
+    instructions = (Instruction * len(program))(*[Instruction(*parts) for parts in program])
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     rules = Program(len(program), instructions)
@@ -158,7 +159,7 @@ def main():
         send(ascii(str(error)).encode())
         return
     send(READY)
-    names = {"__name__": "solution"}
+    names: dict = {"__name__": "solution"}
     exec(compile(source, "solution", "exec"), names)
     if checks:
 
@@ -171,10 +172,10 @@ def main():
         names["check"](candidate)
         send(PASSED)
         return
-    function = names[function]
+    called = names[function]
     while request := receive():
         try:
-            answer = literal(function(*eval(request)), sort=True).encode()
+            answer = literal(called(*eval(request)), sort=True).encode()
         except BaseException:
             answer = ERROR
         send(answer)

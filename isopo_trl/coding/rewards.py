@@ -66,7 +66,7 @@ class CodeReward:
         with ThreadPoolExecutor(self.processes) as pool:
             return list(pool.map(self._reward, *columns))
 
-    def _reward(self, completion, head, function, tests, checks) -> float | None:
+    def _reward(self, completion: Any, head: str, function: str, tests: Any, checks: str | None) -> float | None:
         if not (tests or checks):
             return None
         program = as_program(text_of(completion), head, function)
