@@ -233,5 +233,7 @@ def test_a_literal_is_read_back_as_what_it_was():
         assert "\n" not in text
     assert literal({"b": 1, "a": 2}) == "{'b':1,'a':2}" and literal({"b": 1, "a": 2}, sort=True) == "{'a':2,'b':1}"
     assert literal({3, 20, 1}) == literal({20, 1, 3}) and literal([True]) != literal([1])
+    number = type("Number", (int,), {"__repr__": lambda self: "7"})
+    assert literal([number(3)]) == "[3,]"
     with pytest.raises(TypeError, match="object"):
         literal([object()])
