@@ -11,7 +11,7 @@ PACKAGE = Path(isopo_trl.__file__).parent
 FLOORS = [
     *("settings", "geometry", "trl_seam", "rules", "kernels", "fisher_rows", "microbatch", "layers", "isopo"),
     *("integrations", "token_weights", "loss", "advantages", "step_size", "narrow_weights", "rewards", "config"),
-    *("checkpoints", "gsm8k", "validation", "trainer"),
+    *("checkpoints", "gsm8k", "coding", "validation", "trainer"),
 ]
 AT_THE_TOP = {"__init__", "config", "trainer", "isopo", "microbatch"}
 

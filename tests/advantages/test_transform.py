@@ -56,7 +56,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "names"), REFUSED, ids=str)
+@pytest.mark.parametrize(("settings", "names"), REFUSED, ids=[",".join(settings) for settings, _ in REFUSED])
 def test_what_would_compute_all_the_same_or_has_no_meaning_is_refused_by_the_trainer(settings, names, tmp_path):
     options = {"tools": settings["tools"]} if "tools" in settings else {}
     data = tiny.conversational_prompts(6) if options else None

@@ -1,0 +1,184 @@
+"""
+Completions run in processes of their own, which can compute and nothing else.
+
+Each process is fresh, has limits of time and memory, and can make no system call but the few of `confined.CALLS`: it
+opens no file and no socket, starts no process or thread, sends no signal. It is ended when its verdict is known. What
+it answers is compared as text, and never parsed here.
+"""
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .confined import PASSED, READY, literal
+
+
+PROGRAM = Path(__file__).with_name("confined.py")
+START = 120  # seconds until a process must have started, on a machine that has much else to do
+REFUSAL = (
+    "Completions are not run here, since their process cannot be confined: {reason}. That needs Linux on x86_64 or "
+    "aarch64, with seccomp filters, and Python with ctypes. On other systems, a Linux container or virtual machine "
+    "has all of it."
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """
+    What one completion may take.
+
+    Args:
+        processor_seconds (`int`): time on a processor, the start of the interpreter (some hundredths) included.
+        seconds (`float`): time by the clock, which ends a completion that waits.
+        memory (`int`): bytes of address space, of which the interpreter takes some tens of millions.
+        answer (`int`): bytes of one answer.
+    """
+
+    processor_seconds: int = 4
+    seconds: float = 30.0
+    memory: int = 512 * 2**20
+    answer: int = 2**16
+
+    def __post_init__(self):
+        if not isinstance(self.processor_seconds, int) or self.processor_seconds < 1:
+            raise ValueError(f"processor_seconds={self.processor_seconds} must be a whole number, at least 1.")
+        if not self.seconds > 0:
+            raise ValueError(f"seconds={self.seconds} must be positive.")
+        if self.memory < 64 * 2**20 or self.answer < 1:
+            raise ValueError(
+                f"memory={self.memory} must be at least 64 MiB ({64 * 2**20}), which the interpreter needs, and "
+                f"answer={self.answer} at least 1."
+            )
+
+
+class Ended(Exception):
+    """The process is at its end or at one of its limits."""
+
+
+class Confined:
+    """
+    A process in which a source runs, as a context manager: at its end the process is gone.
+
+    Args:
+        source (`str`): defines `function`.
+        function (`str`): what is called, or, with `checks`, what the checks call.
+        limits ([`Limits`]): of the process.
+        checks (`str`): code that defines `check(candidate)`. The process then runs the checks: it asks for what the
+            candidate returns, and ends with `PASSED`. The candidate itself runs in another one.
+    """
+
+    def __init__(self, source: str, function: str, limits: Limits, checks: str = ""):
+        if sys.platform != "linux":
+            raise RuntimeError(REFUSAL.format(reason=f"this is {sys.platform}"))
+        self.limits = limits
+        kept = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            cwd="/",
+            env=kept,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.to, self.back = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.to, False)
+        self.read = b""
+        self.deadline = time.monotonic() + START
+        job = literal((limits.processor_seconds, limits.memory, source, function, checks))
+        try:
+            started = self.ask(job.encode())
+        except Ended:
+            started = b"it said nothing"
+        except BaseException:
+            self.end()
+            raise
+        if started != READY:
+            self.end()
+            raise RuntimeError(REFUSAL.format(reason=started.decode(errors="replace")))
+        self.deadline = time.monotonic() + limits.seconds
+
+    def ask(self, *requests: bytes) -> bytes:
+        """The next line of the process, once it has been sent these; raises `Ended` where there is none."""
+        unsent = b"".join(request + b"\n" for request in requests)
+        while True:
+            end = self.read.find(b"\n")
+            if end >= 0 and not unsent:
+                line, self.read = self.read[:end], self.read[end + 1 :]
+                return line
+            if len(self.read) > self.limits.answer:
+                raise Ended
+            poll = select.poll()
+            if end < 0:
+                poll.register(self.back, select.POLLIN)
+            if unsent:
+                poll.register(self.to, select.POLLOUT)
+            left = self.deadline - time.monotonic()
+            ready = poll.poll(left * 1000) if left > 0 else []
+            if not ready:
+                raise Ended
+            for descriptor, _ in ready:
+                if descriptor == self.to:
+                    try:
+                        unsent = unsent[os.write(self.to, unsent) :]
+                    except BrokenPipeError:
+                        raise Ended from None
+                elif chunk := os.read(self.back, self.limits.answer + 1 - len(self.read)):
+                    self.read += chunk
+                else:
+                    raise Ended
+
+    def end(self) -> None:
+        """Kill the process, which is the only one there is, and wait until it is gone."""
+        with self.process:  # which closes the pipes
+            self.process.kill()
+
+    def __enter__(self) -> "Confined":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+
+def share_passed(
+    source: str, function: str, tests: Sequence[tuple[str, str]], limits: Limits, partial: bool = True
+) -> float:
+    """
+    Share of `tests` that a source's function passes; unless `partial`, 0.0 from the first one that it does not.
+
+    Args:
+        tests (`Sequence[tuple[str, str]]`): arguments, and what is to come back, as [`~coding.literal`] writes them.
+    """
+    passed = 0
+    with Confined(source, function, limits) as process:
+        try:
+            for arguments, result in tests:
+                right = process.ask(arguments.encode()) == result.encode()
+                passed += right
+                if not (right or partial):
+                    return 0.0
+        except Ended:
+            pass
+    return passed / len(tests) if partial or passed == len(tests) else 0.0
+
+
+def passes(source: str, function: str, head: str, checks: str, limits: Limits) -> bool:
+    """
+    Whether a source's function passes checks, code that defines `check(candidate)`. They run in a process of their
+    own, after `head`, and get plain values from that of the source.
+    """
+    with Confined(source, function, limits) as candidate, Confined(head, function, limits, checks) as checker:
+        try:
+            request = checker.ask()
+            while request != PASSED:
+                request = checker.ask(candidate.ask(request))
+        except Ended:
+            return False
+    return True
