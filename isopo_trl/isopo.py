@@ -647,6 +647,19 @@ class ISOPO:
         table = ledger.projection.cpu()
         return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
 
+    def influences(self) -> torch.Tensor:
+        """
+        `sum over layers of c_s <V_s, D>` of each sequence of the last microbatch, `[m]`, on the direction that is
+        held. The gradient that the microbatch's backward has made is `sum_s c_s V_s`; so with `D` the gradient of a
+        loss, this is by how much a plain step along a sequence's part of it lowers that loss, to first order and per
+        unit of the learning rate.
+        """
+        if self._last is None or self._last[0].projection is None:
+            raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
+        ledger, visits = self._last
+        reached = [place for place, times in enumerate(visits) if times]
+        return (ledger.table[reached, 0] * ledger.projection[reached]).sum(0).cpu()  # type: ignore[index]
+
     # Coverage
 
     def coverage(self, sequences: int = 8, length: int = 1024) -> list[dict[str, Any]]:
