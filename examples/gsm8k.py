@@ -264,7 +264,20 @@ def check(given: dict[str, Any]) -> None:
 
 def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
     """All arguments, after saying which model and data set they mean, and why."""
-    parser = Parser((GSM8KArguments, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS)
+    return parse(read_settings(arguments))
+
+
+def parse(settings: dict[str, Any], kind: type[GSM8KArguments] = GSM8KArguments):
+    """The three objects of arguments that `settings` are for; `kind` is that of the script's own."""
+    config = GRPOConfig if settings.get("trainer") == "grpo" else ISOPOConfig
+    return TrlParser((kind, config, ModelConfig)).parse_dict(dict(settings))
+
+
+def read_settings(
+    arguments: list[str], kind: type[GSM8KArguments] = GSM8KArguments, **others: Any
+) -> dict[str, Any]:
+    """What the arguments of a script say, with its defaults: this one's, or `others` where they are given."""
+    parser = Parser((kind, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS | others)
     given = parser.given(arguments)
     check(given)
     trainer = given.get("trainer", TRAINERS[0])
@@ -290,10 +303,9 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
         given["rule"] = NO_RESCALING
     if trainer == "grpo" and given.get("epsilon", 0) is None:  # ISOPO's way to say that nothing is clipped
         del given["epsilon"]
-    settings = {**defaults, **given, "dataset": dataset, "model_name_or_path": model}
+    settings = {**defaults, **others, **given, "dataset": dataset, "model_name_or_path": model}
     verify_ranges(settings)
-    config = GRPOConfig if trainer == "grpo" else ISOPOConfig
-    return TrlParser((GSM8KArguments, config, ModelConfig)).parse_dict(settings)
+    return settings
 
 
 def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig):
@@ -361,7 +373,10 @@ def correctness(script_args: GSM8KArguments):
     return strict_gsm8k_reward if script_args.strict else gsm8k_reward
 
 
-def build(script_args, args, model_args, train, tokenizer) -> GRPOTrainer:
+def build(
+    script_args, args, model_args, train, tokenizer, model=None, kind: type[GRPOTrainer] | None = None
+) -> GRPOTrainer:
+    """The trainer: that of the arguments, or of this `kind`; of the model that they name, or of this one."""
     rewards, weights = [correctness(script_args)], [1.0]
     if script_args.format_weight:
         rewards.append(format_reward)
@@ -373,16 +388,16 @@ def build(script_args, args, model_args, train, tokenizer) -> GRPOTrainer:
         "dtype": model_args.dtype,
     }
     given = args.model_init_kwargs or {}
-    args.model_init_kwargs = {**settings, **given}
+    args.model_init_kwargs = {**settings, **given} if model is None else None
     try:
-        return (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer)(
-            model=model_args.model_name_or_path,
+        return (kind or (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer))(
+            model=model_args.model_name_or_path if model is None else model,
             reward_funcs=rewards,
             args=args,
             train_dataset=train,
             processing_class=tokenizer,
-            quantization_config=get_quantization_config(model_args),
-            peft_config=get_peft_config(model_args),
+            quantization_config=get_quantization_config(model_args) if model is None else None,
+            peft_config=get_peft_config(model_args) if model is None else None,
         )
     except SafetensorError as error:
         raise ValueError(
@@ -498,9 +513,9 @@ def report(trainer: GRPOTrainer, validation: ValidationCallback | None, seconds:
         say(f"\nCurves: {validation.picture}")
 
 
-def refuse(text: str, error: Exception) -> int:
+def refuse(text: str, error: Exception, script: str = "gsm8k.py") -> int:
     """Say what cannot work: once per machine, where it is sure to be the same for all of its ranks."""
-    sentence = f"gsm8k.py: {' '.join(text.split())}"
+    sentence = f"{script}: {' '.join(text.split())}"
     if rank(local=True) == 0 or not isinstance(error, ValueError):
         print(sentence, file=sys.stderr, flush=True)
     last_word = os.environ.get("TORCHELASTIC_ERROR_FILE")  # which the launcher of several processes ends with

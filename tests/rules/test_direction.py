@@ -55,6 +55,19 @@ def test_a_rule_of_ones_own_finds_the_projection_on_what_is_held():
         ISOPO(nn.Linear(3, 2), Helpful(asks=False))
 
 
+def test_a_microbatch_under_way_goes_on_with_the_direction_that_it_began_with():
+    model = nn.Linear(3, 2, bias=False)
+    isopo, ones = ISOPO(model, "none"), torch.ones(2, 3)
+    isopo.hold({"weight": ones})
+    with isopo.microbatch(torch.ones(2), attention_mask=torch.ones(2, 4)):
+        loss = model(torch.ones(2, 4, 3)).sum()
+        isopo.hold({"weight": 5 * ones})
+        loss.backward()
+    assert isopo.projections()["weight"].tolist() == [24.0, 24.0]
+    with pytest.raises(ValueError, match="'weight' is on meta, the parameter on cpu: move it there"):
+        isopo.hold({"weight": ones.to("meta")})
+
+
 def held_out_loss(model):
     """What is not trained on: the loss of other completions, with their advantages in it."""
     batch = oracle.random_batch([3, 4, 2], [4, 2, 5], 100, seed=99)
