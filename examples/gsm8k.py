@@ -273,9 +273,7 @@ def parse(settings: dict[str, Any], kind: type[GSM8KArguments] = GSM8KArguments)
     return TrlParser((kind, config, ModelConfig)).parse_dict(dict(settings))
 
 
-def read_settings(
-    arguments: list[str], kind: type[GSM8KArguments] = GSM8KArguments, **others: Any
-) -> dict[str, Any]:
+def read_settings(arguments: list[str], kind: type[GSM8KArguments] = GSM8KArguments, **others: Any) -> dict[str, Any]:
     """What the arguments of a script say, with its defaults: this one's, or `others` where they are given."""
     parser = Parser((kind, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS | others)
     given = parser.given(arguments)

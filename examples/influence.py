@@ -1,7 +1,7 @@
 """
 Which completions teach? Of one training step, those that help most and least on problems that are held back.
 
-Without arguments it takes the model and the sums of `gsm8k.py`, trains for a few steps, and looks at the next one. That
+Without arguments it takes the model and the sums of `gsm8k.py`, trains for a few steps, and looks at the next one. It
 takes a few minutes on a CPU, and asks nothing of the Hub.
 
     python examples/influence.py
@@ -18,7 +18,7 @@ measured against that.
 import csv
 import json
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class Completion:
     Args:
         prompt, completion (`str`): the texts.
         reward, advantage (`float`): as in training.
+        tokens (`tuple[int]`): of the completion, which are not written.
         alignment (`float`): `<V_s, D>` over all layers.
         plain (`float`): `A_s <V_s, D>`, the influence without a rule.
         influence (`float`): `sum over layers of c_s <V_s, D>`, with the rule's coefficients.
@@ -92,6 +93,7 @@ class Completion:
     alignment: float = 0.0
     plain: float = 0.0
     influence: float = 0.0
+    tokens: tuple[int, ...] = field(default=(), repr=False)
 
 
 class StepIsKnown(Exception):
@@ -119,20 +121,20 @@ class UnmadeStep(ISOPOTrainer):
             raise StepIsKnown
         return loss
 
-    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
-        rewards = super()._calculate_rewards(*args)
-        self._rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        self._seen = list(zip(prompts, completions, completion_ids_list, total.tolist(), strict=True))
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
-        tokenizer, first = self.processing_class, len(self.completions)
-        texts = tokenizer.batch_decode(batch["completion_ids"], skip_special_tokens=True)
-        for row, text, reward, advantage in zip(
-            inputs, texts, self._rewards.tolist(), batch["advantages"].tolist(), strict=True
+        first = len(self.completions)
+        for (prompt, completion, tokens, reward), advantage in zip(
+            self._seen, batch["advantages"].tolist(), strict=True
         ):
-            prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-            self.completions.append(Completion(prompt, text, reward, advantage))
+            texts = [text if isinstance(text, str) else text[-1]["content"] for text in (prompt, completion)]
+            self.completions.append(Completion(*texts, reward, advantage, tokens=tuple(tokens)))
         # By which they are known again in microbatches
         batch["number"] = torch.arange(first, len(self.completions), device=batch["advantages"].device)
         return batch
@@ -259,9 +261,10 @@ def report(completions: list[Completion], held_back: list[Completion], shown: in
     """Print the completions that help most and least."""
     ordered = sorted(completions, key=lambda c: -c.influence)
     teaching = [c for c in ordered if c.influence != 0]
+    mean = sum(c.reward for c in held_back) / len(held_back)
+    gsm8k.say(f"\nHeld back: {len(held_back)} completions, mean reward {mean:.3f}.")
     gsm8k.say(
-        f"\nHeld back: {len(held_back)} completions, mean reward {sum(c.reward for c in held_back) / len(held_back):.3f}."
-        f"\nThe step: {len(completions)} completions, {len(teaching)} of them with an influence, which is positive for "
+        f"The step: {len(completions)} completions, {len(teaching)} of them with an influence, which is positive for "
         f"{sum(c.influence > 0 for c in teaching)}."
     )
     half = min(shown, len(ordered)) // 2
@@ -276,12 +279,13 @@ def report(completions: list[Completion], held_back: list[Completion], shown: in
 
 def write(completions: list[Completion], path: str) -> None:
     """All completions as a file, those that help most first."""
-    rows = [asdict(c) for c in sorted(completions, key=lambda c: -c.influence)]
+    columns = [each.name for each in fields(Completion) if each.name != "tokens"]
+    rows = [{name: getattr(c, name) for name in columns} for c in sorted(completions, key=lambda c: -c.influence)]
     with open(path, "w", encoding="utf-8", newline="") as file:
         if path.endswith(".json"):
             json.dump(rows, file, indent=1, ensure_ascii=False)
         else:
-            writer = csv.DictWriter(file, [column.name for column in fields(Completion)])
+            writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
 

@@ -244,7 +244,7 @@ class ISOPO:
         if isinstance(direction, GradientSoFar) and self._microbatches and not direction.is_kept(self._trained()):
             raise RuntimeError(
                 f"rule={self.rule.name!r} goes by the gradient of the step's earlier microbatches, and no parameter "
-                "has one: call `step` once per optimizer step, before `zero_grad`, and train under DDP, not DeepSpeed, "
+                "has one: call `step` once per optimizer step, before `zero_grad`, and do not train under DeepSpeed, "
                 "which keeps gradients elsewhere."
             )
         if not self._parameters_are_planned:

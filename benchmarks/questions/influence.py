@@ -3,9 +3,10 @@ Does `A_s <V_s, D>` say what a step along a completion does to held-out problems
 
     python benchmarks/questions/influence.py                      # SmolLM2-135M from PyPI on sums, on a CPU
 
-The example's sums and model, with LoRA at the last blocks, after a few steps of training, so that some completions are
-right. `D` is the gradient of the expected reward of held-out problems, with its sign turned, from sampled completions
-and rewards centred in their group. The influence of each completion of other problems comes from `ISOPO.influences`.
+The sums and the model of the examples, with LoRA at the last blocks, after a few steps of supervised training on sums
+and their answers, so that some completions are right. `D` is the gradient of the expected reward of held-out problems,
+with its sign turned, from sampled completions and rewards centred in their group. The influence of each completion of
+other problems comes from `ISOPO.influences`.
 
 Real steps: the weights are moved along `-A_s V_s` of a single completion, `V_s` by autograd alone, and the expected
 reward is measured before and after, with held-out completions that stay as they are and are weighted by how much more
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fisher_norm import Batch, decoder_blocks, sampled, stepped
+from fisher_norm import Batch, decoder_blocks, padded, prompt_ids, sampled, stepped
 from metric_scope import rank_correlation
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -48,6 +49,7 @@ ROWS = 40  # sequences of a pass
 NATS = 0.05  # per completion, of a whole step
 SIZES = (1, 10, 100)
 TENTHS = 10
+SHOWN = 10
 
 
 @dataclass
@@ -102,13 +104,17 @@ class Policy:
         batch = sampled(self.model, self.tokenizer, problems["prompt"], generations, TOKENS)
         answers = [answer for answer in problems["answer"] for _ in range(generations)]
         rewards = gsm8k_reward([[{"role": "assistant", "content": text}] for text in self.texts(batch)], answers)
+        return Sample(batch, self.below(batch), torch.tensor(rewards).view(-1, generations))
+
+    def below(self, batch: Batch) -> torch.Tensor:
+        """What the blocks without an adapter make of a batch."""
         hidden: list[torch.Tensor] = []
         note = self.blocks[self.cut - 1].register_forward_hook(lambda module, args, output: hidden.append(output))
         with torch.no_grad():
             for rows in torch.arange(len(batch.ids)).split(ROWS):
                 self.model(batch.ids[rows], attention_mask=batch.mask[rows], use_cache=False, logits_to_keep=1)
         note.remove()
-        return Sample(batch, torch.cat(hidden), torch.tensor(rewards).view(-1, generations))
+        return torch.cat(hidden)
 
     def texts(self, batch: Batch) -> list[str]:
         rows = zip(batch.ids.tolist(), batch.prompts, batch.lengths, strict=True)
@@ -158,25 +164,25 @@ class Policy:
             self.model.zero_grad()
         return torch.cat(found)
 
-    def warm_up(self, problems: Any, steps: int, prompts: int) -> list[float]:
-        """Mean rewards of a few steps of training; afterwards some completions are right."""
-        isopo = ISOPO(self.model, "fisher")
-        optimizer = torch.optim.AdamW([p for _, p in self.trained], lr=1e-3)
-        rewards = []
+    def warm_up(self, problems: Any, steps: int, rows: int) -> list[float]:
+        """Mean log-probabilities of the right answers in a few steps of supervised training on them."""
+        optimizer = torch.optim.AdamW([p for _, p in self.trained], lr=2e-3)
+        found = []
         for step in range(steps):
-            chosen = problems.select(range(step * prompts, (step + 1) * prompts))
-            sample = self.sample(chosen, 8)
-            advantages = sample.advantages / (sample.rewards.std(1, keepdim=True) + 1e-4).expand(-1, 8).flatten()
+            chosen = problems.select(range(step * rows, (step + 1) * rows))
+            asked = [prompt_ids(self.tokenizer, prompt)[0].tolist() for prompt in chosen["prompt"]]
+            answers = [self.tokenizer(answer.splitlines()[0]).input_ids for answer in chosen["answer"]]
+            end = [self.tokenizer.eos_token_id]
+            texts = [prompt + answer + end for prompt, answer in zip(asked, answers, strict=True)]
+            batch = padded(texts, [len(prompt) for prompt in asked])
+            sample = Sample(batch, self.below(batch), torch.zeros(rows, 1))
+            logps = self.log_probabilities(sample, torch.arange(rows))
             optimizer.zero_grad()
-            for rows in sample.passes():
-                with isopo.microbatch(advantages[rows], attention_mask=sample.batch.mask[rows]):
-                    (-self.log_probabilities(sample, rows).sum() / len(sample.hidden)).backward()
-            isopo.step()
+            (-logps.mean()).backward()
             optimizer.step()
-            rewards.append(sample.rewards.mean().item())
-        isopo.detach()
-        self.model.zero_grad()
-        return rewards
+            found.append(logps.mean().item())
+        optimizer.zero_grad()
+        return found
 
 
 # Real steps
@@ -187,13 +193,17 @@ class Measured:
 
     def __init__(self, policy: Policy, sample: Sample):
         self.policy, self.sample = policy, sample
+        # Completions of which there are several are scored once
+        _, self.place = torch.unique(sample.batch.ids, dim=0, return_inverse=True)
+        first = torch.full((int(self.place.max()) + 1,), len(self.place))
+        self.rows = first.scatter_reduce(0, self.place, torch.arange(len(self.place)), "amin")
         self.before = self._now()
         self.weights = sample.advantages.double() * sample.unbiased / len(sample.hidden)
 
     @torch.no_grad()
     def _now(self) -> torch.Tensor:
-        parts = [self.policy.log_probabilities(self.sample, rows) for rows in self.sample.passes()]
-        return torch.cat(parts).double()
+        parts = [self.policy.log_probabilities(self.sample, rows) for rows in self.rows.split(ROWS)]
+        return torch.cat(parts).double()[self.place]
 
     def __call__(self) -> tuple[float, float]:
         """Change of the expected reward, and nats per completion."""
@@ -206,9 +216,7 @@ def rate_of_a_step(policy: Policy, sample: Sample, measured: Measured) -> float:
     weights = sample.advantages / len(sample.hidden)
     total = [torch.zeros_like(p) for _, p in policy.trained]
     for rows in sample.passes():
-        torch._foreach_add_(
-            total, policy.gradient(-(weights[rows] * policy.log_probabilities(sample, rows)).sum())
-        )
+        torch._foreach_add_(total, policy.gradient(-(weights[rows] * policy.log_probabilities(sample, rows)).sum()))
     rate = NATS / float(sum(x.square().sum() for x in total).sqrt())  # type: ignore[union-attr]
     for _ in range(5):
         with moved(policy, total, rate):
@@ -281,12 +289,12 @@ def planted(sample: Sample, influences: torch.Tensor) -> dict[str, torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of an instruct model; SmolLM2-135M from PyPI if not given")
-    parser.add_argument("--layers", type=int, default=4, help="number of last blocks with adapters")
-    parser.add_argument("--warm-up", type=int, default=10, help="steps of training before")
-    parser.add_argument("--prompts", type=int, default=60, help="whose completions are asked what they teach")
+    parser.add_argument("--layers", type=int, default=2, help="number of last blocks with adapters")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps of supervised training before")
+    parser.add_argument("--prompts", type=int, default=30, help="whose completions are asked what they teach")
     parser.add_argument("--generations", type=int, default=8, help="completions of each")
-    parser.add_argument("--held-out", type=int, default=40, help="held-out problems, with 4 completions in each draw")
-    parser.add_argument("--steps", type=int, default=32, help="completions along which real steps are made")
+    parser.add_argument("--held-out", type=int, default=32, help="held-out problems, with 4 completions in each draw")
+    parser.add_argument("--steps", type=int, default=24, help="completions along which real steps are made")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     began = time.monotonic()
@@ -295,8 +303,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     policy = Policy(model, AutoTokenizer.from_pretrained(path), options.layers)
     problems, held_out = (as_prompts(embedded.sums(split), "") for split in ("train", "test"))
-    rewards = policy.warm_up(problems, options.warm_up, prompts=5)
-    print("rewards of the steps before: " + " ".join(f"{reward:.2f}" for reward in rewards), flush=True)
+    found_before = policy.warm_up(problems, options.warm_up, rows=min(20, len(problems) // (options.warm_up + 2)))
+    print("right answers before, in nats: " + " ".join(f"{value:.1f}" for value in found_before), flush=True)
 
     train = policy.sample(problems.select(range(len(problems) - options.prompts, len(problems))), options.generations)
     draws = [policy.sample(held_out.select(range(options.held_out)), 4) for _ in range(2)]
@@ -313,6 +321,11 @@ def main() -> None:
     both = influences.mean(0)
     print(f"influence by the one draw and by the other: rank correlation {between:.2f}")
     print(f"positive, by both draws together: {(both[teaching] > 0).double().mean():.0%} of those with an advantage")
+    texts, order = policy.texts(train.batch), both.argsort(descending=True).tolist()
+    for s in order[:SHOWN] + order[-SHOWN:]:
+        prompt = problems[len(problems) - options.prompts + s // options.generations]["prompt"][-1]["content"]
+        reward, advantage = train.rewards.flatten()[s], train.advantages[s]
+        print(f"{both[s]:+.3f}  advantage {advantage:+.3f}  reward {reward:.0f}  {prompt} -> {texts[s]!r}", flush=True)
 
     print("\nPlanted rewards: share found in the lowest tenth, and area under the ROC curve, mean over ten plantings")
     for name, scores in (("one draw", influences[0]), ("both draws", both)):
