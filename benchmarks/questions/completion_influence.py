@@ -1,7 +1,7 @@
 r"""
 Does `A_s <V_s, D>` say what a step along a completion does to held-out problems, and does it find bad rewards?
 
-    python benchmarks/questions/influence.py                      # SmolLM2-135M from PyPI on sums, on a CPU
+    python benchmarks/questions/completion_influence.py                      # SmolLM2-135M from PyPI on sums, on a CPU
 
 The sums and the model of the examples, with LoRA at the last blocks, after a few steps of supervised training on sums
 and their answers, so that some completions are right. `D` is the gradient of the expected reward of held-out problems,
