@@ -26,6 +26,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import embedded
 from command_line import Parser
@@ -123,10 +124,17 @@ def in_words(model: str, dataset: str) -> str:
     return f"Model {model}, problems {embedded.PROBLEMS if dataset == EMBEDDED else dataset}"
 
 
-def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
-    """All arguments, after saying which model and data set they mean, and why."""
-    parser = Parser((GSM8KArguments, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS)
-    given = parser.given(arguments)
+def read_settings(arguments: list[str], kind: type[GSM8KArguments], **others: Any) -> dict[str, Any]:
+    """
+    What arguments say of a run, after saying which model and data set they mean, and why.
+
+    Args:
+        arguments (`list[str]`): of the command line.
+        kind (`type`): class of the script's own arguments.
+        others: defaults in place of those of every run.
+    """
+    parser = Parser((kind, ISOPOConfig, ModelConfig), may_be_empty=("instruction",), **DEFAULTS | others)
+    given = {**others, **parser.given(arguments)}
     check(given)
     if given.get("dataset") and given.get("dataset_name"):
         raise ValueError("--dataset and --dataset_name are the same thing: leave one of them out.")
@@ -135,7 +143,12 @@ def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, Mo
     model, dataset, reason = choose(given.get("model_name_or_path"), given.get("dataset") or given.get("dataset_name"))
     say(f"{in_words(model, dataset)} ({reason}).")
     settings = completed(given, "gsm8k", SMALL if model == EMBEDDED else None)
-    return parsed(GSM8KArguments, {**settings, "dataset": dataset, "model_name_or_path": model})
+    return {**settings, "dataset": dataset, "model_name_or_path": model}
+
+
+def read_arguments(arguments: list[str]) -> tuple[GSM8KArguments, GRPOConfig, ModelConfig]:
+    """All arguments of this script."""
+    return parsed(GSM8KArguments, read_settings(arguments, GSM8KArguments))
 
 
 def load(script_args: GSM8KArguments, args: GRPOConfig, model_args: ModelConfig):

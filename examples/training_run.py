@@ -295,9 +295,20 @@ def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool):
 
 
 def build(
-    script_args: RunArguments, args: GRPOConfig, model_args: ModelConfig, train, tokenizer, rewards, weights
+    script_args: RunArguments,
+    args: GRPOConfig,
+    model_args: ModelConfig,
+    train,
+    tokenizer,
+    rewards,
+    weights,
+    model=None,
+    kind: type[GRPOTrainer] | None = None,
 ) -> GRPOTrainer:
-    """The trainer of the method that was asked for; `--reward_weights` take precedence over the script's."""
+    """
+    The trainer of the method that was asked for, or of this `kind`, and of the model that was named, or of this one;
+    `--reward_weights` take precedence over the script's.
+    """
     args.reward_weights = args.reward_weights or weights
     settings = {
         "revision": model_args.model_revision,
@@ -305,16 +316,16 @@ def build(
         "dtype": model_args.dtype,
     }
     given = args.model_init_kwargs or {}
-    args.model_init_kwargs = {**settings, **given}
+    args.model_init_kwargs = {**settings, **given} if model is None else None
     try:
-        return (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer)(
-            model=model_args.model_name_or_path,
+        return (kind or (GRPOTrainer if script_args.trainer == "grpo" else ISOPOTrainer))(
+            model=model_args.model_name_or_path if model is None else model,
             reward_funcs=rewards,
             args=args,
             train_dataset=train,
             processing_class=tokenizer,
-            quantization_config=get_quantization_config(model_args),
-            peft_config=get_peft_config(model_args),
+            quantization_config=get_quantization_config(model_args) if model is None else None,
+            peft_config=get_peft_config(model_args) if model is None else None,
         )
     except SafetensorError as error:
         raise ValueError(

@@ -18,7 +18,7 @@ from .geometry.sequences import Sequences, draw_samples
 from .layers.parts import part_of
 from .layers.plan import ADVICE, coverage, full_name, groups, parameter_names, plan, shortcuts, trained_parameters
 from .microbatch import CurrentMicrobatch, Microbatch
-from .rules.direction import GivenDirection, LastStep
+from .rules.direction import GivenDirection, GradientSoFar, LastStep
 from .rules.ledger import Ledger
 from .rules.registry import make_rule
 from .rules.rule import Rule
@@ -241,6 +241,12 @@ class ISOPO:
         direction = self._direction if self.rule.needs.direction or self._direction.is_there else None
         if isinstance(direction, LastStep):
             self._verify_loss_scale(loss_scale)
+        if isinstance(direction, GradientSoFar) and self._microbatches and not direction.is_kept(self._trained()):
+            raise RuntimeError(
+                f"rule={self.rule.name!r} goes by the gradient of the step's earlier microbatches, and no parameter "
+                "has one: call `step` once per optimizer step, before `zero_grad`, and do not train under DeepSpeed, "
+                "which keeps gradients elsewhere."
+            )
         if not self._parameters_are_planned:
             self._refuse_new_parameters()
             if direction is not None:
@@ -421,15 +427,17 @@ class ISOPO:
 
         Args:
             direction (`dict[str, torch.Tensor]`, *optional*):
-                Tensors of the shapes of trained parameters, by their names in the model. They are not copied. Where
-                one is left out, the direction is zero. `None` holds none.
+                Tensors of the shapes of trained parameters, by their names in the model. They are not copied: give a
+                clone of `p.grad`, to which the next backward adds. Where one is left out, the direction is zero.
+                `None` holds none.
         """
         if type(self._direction) is not GivenDirection:
             raise ValueError(
                 f"rule={self.rule.name!r} has a direction of its own, and takes none from `hold`: take another rule."
             )
+        # Another object: a microbatch under way goes on with the one that it began with
         if direction is None:
-            self._direction.hold({})
+            self._direction = GivenDirection()
             return
         named, trained = dict(self._model.named_parameters(remove_duplicate=False)), self._trained()
         found: dict[torch.Tensor, torch.Tensor] = {}
@@ -445,9 +453,13 @@ class ISOPO:
                 raise ValueError(
                     f"The direction of {name!r} must be a tensor of numbers of shape {list(p.shape)}, got {shown}."
                 )
+            if D.device != p.device:
+                raise ValueError(
+                    f"The direction of {name!r} is on {D.device}, the parameter on {p.device}: move it there."
+                )
             found[p] = D.detach()
         self._refuse_parts()
-        self._direction.hold(found)
+        self._direction = GivenDirection(found)
 
     def add_momentum(self) -> None:
         """
@@ -646,6 +658,19 @@ class ISOPO:
             raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
         table = ledger.projection.cpu()
         return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
+
+    def influences(self) -> torch.Tensor:
+        """
+        `sum over layers of c_s <V_s, D>` of each sequence of the last microbatch, `[m]`, on the direction that is
+        held. The gradient that the microbatch's backward has made is `sum_s c_s V_s`; so with `D` the gradient of a
+        loss, this is by how much a plain step along a sequence's part of it lowers that loss, to first order and per
+        unit of the learning rate.
+        """
+        if self._last is None or self._last[0].projection is None:
+            raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
+        ledger, visits = self._last
+        reached = [place for place, times in enumerate(visits) if times]
+        return (ledger.table[reached, 0] * ledger.projection[reached]).sum(0).cpu()  # type: ignore[index]
 
     # Coverage
 

@@ -12,15 +12,18 @@ from torch import nn
 
 class GivenDirection:
     """
-    A direction that was given by hand, of all or some of the parameters; none at first.
+    A direction that was given by hand, of all or some of the parameters.
+
+    Args:
+        tensors (`dict`, *optional*): of the parameters' shapes, by the parameters.
 
     Attributes:
         unit (`float`): what the tensors are multiplied by, and with them the projections.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         self.unit = 1.0
-        self._tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self._tensors = dict(tensors or {})
 
     @property
     def is_there(self) -> bool:
@@ -30,10 +33,6 @@ class GivenDirection:
     def tensor_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """That of a parameter, of its shape; `None` where it is zero."""
         return self._tensors.get(parameter)
-
-    def hold(self, tensors: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Hold other tensors from here on, by their parameters."""
-        self._tensors = dict(tensors)
 
     def seen_as(self, x: torch.Tensor) -> torch.Tensor | None:
         """That of `x`, a parameter or a view of one, in the shape of `x`."""
@@ -62,6 +61,11 @@ class GradientSoFar(GivenDirection):
     def tensor_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
 
+    @staticmethod
+    def is_kept(parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether any parameter has it."""
+        return any(p.grad is not None for p in parameters)
+
 
 class LastStep(GivenDirection):
     """
@@ -82,6 +86,9 @@ class LastStep(GivenDirection):
         """Add `mu phi` to the gradients of a step, whose direction in these units is theirs, and hold the sum."""
         stepped = []
         for p in parameters:
+            if not p.requires_grad:  # frozen since, and to stay where it is
+                self._tensors.pop(p, None)
+                continue
             if p.grad is None and p in self._tensors:  # nothing has come to it in this step
                 p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
             if p.grad is not None:

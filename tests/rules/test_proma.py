@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from isopo_trl import ISOPO
 from isopo_trl.rules import make_rule
 from tests import training
 from tests.gradients.test_oracle import check
@@ -93,6 +94,18 @@ def test_steps_of_several_microbatches_are_the_definition(name, tmp_path, float6
 def test_a_setting_that_cannot_be_honoured_is_named(settings, named):
     with pytest.raises(ValueError, match=named):
         make_rule("proma", **settings)
+
+
+def test_a_step_whose_gradients_are_kept_elsewhere_is_an_error():
+    model = torch.nn.Linear(3, 2)
+    isopo = ISOPO(model, "proma")
+    with isopo.microbatch(torch.ones(2), attention_mask=torch.ones(2, 4)):
+        model(torch.randn(2, 4, 3)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="call `step` once per optimizer step, before `zero_grad`"):
+        isopo.begin(torch.ones(2), attention_mask=torch.ones(2, 4))
+    isopo.step()
+    isopo.begin(torch.ones(2), attention_mask=torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

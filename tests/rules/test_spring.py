@@ -106,6 +106,19 @@ def test_two_ways_to_the_momentum_and_a_step_that_was_broken_off(float64_through
         run.backward(batch, 2)
 
 
+def test_what_is_frozen_on_the_way_is_not_moved_by_what_it_did_before():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    isopo = ISOPO(model, "spring")
+    for step in range(2):
+        model[0].requires_grad_(step == 0)  # as PEFT does with an adapter that gives way to another
+        model.zero_grad()
+        with isopo.microbatch(torch.tensor([1.0, -1.0]), attention_mask=torch.ones(2, 4)):
+            model(torch.randn(2, 4, 3)).sum().backward()
+        isopo.step()
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+    assert {*isopo.state_dict()["direction"]["tensors"]} == {"1.weight", "1.bias"}
+
+
 SETTINGS = {"rule": "spring", "optim": "sgd", "gradient_accumulation_steps": 2, "max_steps": 4}
 SETTINGS |= {"learning_rate": 1e-3, "max_grad_norm": 0.05}
 
