@@ -38,6 +38,7 @@ SAID = {
     r"scopestep": "metric of the step before",
     r"stale(\d+)": r"\1 steps per generation",
     r"weightsp3o": "P3O",
+    r"weights(dppo_tv|dppo_kl|m2po|aspo)": r"`\1`",
     r"clip([\d.]+)": r"clipped at \1",
     r"lora(\d+)": r"LoRA r = \1",
     r"optimizermuon": "Muon",
@@ -60,6 +61,7 @@ DIFFERENCES_FROM_GRPO = "results_differences.png"
 START_GROUPS = ("starts", "starts_without")
 RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
+STALE_METHODS = ("stale_grpo", "stale_methods", "stale_methods_clipped")
 PLAIN_REINFORCE = "plain_reinforce"
 DIRECTIONS = ("directions", "directions_proma", "directions_lambda")
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
@@ -127,6 +129,7 @@ class Report:
                 "fisher, metric of the microbatch",
             ),
             self.stale(),
+            self.variants("Stale data: methods of the field", STALE_METHODS, "grpo"),
             self.at_best("LoRA", "rates_lora", "lora"),
             self.rates("LoRA: learning rates", ("rates_lora",)),
             self.at_best("Muon", "rates_muon", "muon"),
