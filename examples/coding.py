@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import embedded
 from command_line import Parser
-from training_run import (
+from example_run import (
     DEFAULTS,
     EMBEDDED,
     REFUSALS,
@@ -40,7 +40,7 @@ from training_run import (
     refuse,
     say,
 )
-from training_run import SMALL as SMALL_MODEL
+from example_run import SMALL as SMALL_MODEL
 from trl import GRPOConfig, ModelConfig
 
 from isopo_trl import ISOPOConfig

@@ -30,7 +30,7 @@ from typing import Any
 
 import embedded
 from command_line import Parser
-from training_run import (
+from example_run import (
     DEFAULTS,
     EMBEDDED,
     HUB_MODEL,
@@ -50,7 +50,7 @@ from training_run import (
     refuse,
     say,
 )
-from training_run import SMALL as SMALL_MODEL
+from example_run import SMALL as SMALL_MODEL
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 from isopo_trl import ISOPOConfig

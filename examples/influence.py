@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import example_run
 import gsm8k
 import torch
-import training_run
 from accelerate import PartialState
 from preflight import check_machine, check_model
 from transformers import PrinterCallback, ProgressCallback
@@ -171,18 +171,18 @@ class Influence(UnmadeStep):
 
 def built(arguments: tuple[Any, ...], data: Any, tokenizer: Any, **others: Any) -> Any:
     """A trainer of these arguments."""
-    return training_run.build(*arguments, data, tokenizer, *gsm8k.rewards(arguments[0]), **others)
+    return example_run.build(*arguments, data, tokenizer, *gsm8k.rewards(arguments[0]), **others)
 
 
 def train(settings: dict[str, Any], data: Any, tokenizer: Any) -> ISOPOTrainer:
     """The trainer of the arguments, after `--steps_before` steps."""
-    arguments = training_run.parsed(InfluenceArguments, {**settings, "max_steps": max(1, settings["steps_before"])})
+    arguments = example_run.parsed(InfluenceArguments, {**settings, "max_steps": max(1, settings["steps_before"])})
     trainer = built(arguments, data, tokenizer)
     trainer.isopo.hold(None)  # refused where the rule has a direction of its own
     if settings["steps_before"]:
         for callback in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(training_run.Progress(gsm8k.correctness(arguments[0]).__name__))
+        trainer.add_callback(example_run.Progress(gsm8k.correctness(arguments[0]).__name__))
         trainer.train()
     trainer.isopo.detach()
     return trainer
@@ -193,11 +193,11 @@ def direction(settings: dict[str, Any], model: Any, data: Any, tokenizer: Any) -
     `D`, the gradient of the expected reward of held-back problems with its sign turned, by the names of parameters,
     and the completions that it is of.
     """
-    left_out = {*training_run.OWN, *OF_TRAINING}
+    left_out = {*example_run.OWN, *OF_TRAINING}
     kept = {name: value for name, value in settings.items() if name not in left_out}
     passes, seed = completions_of(settings) // settings["per_device_train_batch_size"], settings.get("seed", 42)
     kept |= PLAIN | {"gradient_accumulation_steps": passes, "max_steps": 1, "learning_rate": 1e-6, "seed": seed + 2}
-    arguments = training_run.parsed(InfluenceArguments, kept)
+    arguments = example_run.parsed(InfluenceArguments, kept)
     trainer = built(arguments, data, tokenizer, model=model, kind=UnmadeStep)
     trainer.look()
     # Each reward is a part of its group's mean, by which the gradient is too short
@@ -214,7 +214,7 @@ def influence(
 ) -> list[Completion]:
     """The completions of the step that training would make next, on problems drawn anew."""
     of_step = {"max_steps": 1, "seed": settings.get("seed", 42) + 1, "skip_zero_advantage": bool(trained.skipping)}
-    arguments = training_run.parsed(InfluenceArguments, {**settings, **of_step})
+    arguments = example_run.parsed(InfluenceArguments, {**settings, **of_step})
     trainer = built(arguments, data, tokenizer, model=trained.model, kind=Influence)
     if settings["steps_before"]:
         trainer.isopo.load_state_dict(trained.isopo.state_dict())  # the running means
@@ -268,16 +268,16 @@ def report(completions: list[Completion], held_back: list[Completion], shown: in
     ordered = sorted(completions, key=lambda c: -c.influence)
     teaching = [c for c in ordered if c.influence != 0]
     mean = sum(c.reward for c in held_back) / len(held_back)
-    training_run.say(f"\nHeld back: {len(held_back)} completions, mean reward {mean:.3f}.")
-    training_run.say(
+    example_run.say(f"\nHeld back: {len(held_back)} completions, mean reward {mean:.3f}.")
+    example_run.say(
         f"The step: {len(completions)} completions, {len(teaching)} of them with an influence, which is positive for "
         f"{sum(c.influence > 0 for c in teaching)}."
     )
     half = min(shown, len(ordered)) // 2
     for title, rows in (("help most", ordered[:half]), ("help least", ordered[::-1][:half])):
-        training_run.say(f"\nThe {half} completions that {title}:\n influence  A <V, D>    <V, D>  advantage  reward")
+        example_run.say(f"\nThe {half} completions that {title}:\n influence  A <V, D>    <V, D>  advantage  reward")
         for c in rows:
-            training_run.say(
+            example_run.say(
                 f"{c.influence:10.3g}{c.plain:10.3g}{c.alignment:10.3g}{c.advantage:11.2f}{c.reward:8.2f}  "
                 f"{c.prompt.strip().splitlines()[-1]} -> {c.completion!r}"
             )
@@ -298,12 +298,12 @@ def write(completions: list[Completion], path: str) -> None:
 
 def main(arguments: list[str]) -> int:
     try:
-        training_run.one_voice()
+        example_run.one_voice()
         settings = gsm8k.read_settings(arguments, InfluenceArguments, **DEFAULTS)
         own = {each.name: each.default for each in fields(InfluenceArguments)}
         settings = {name: own[name] for name in ("held_back", "steps_before")} | settings
-        script_args, args, model_args = training_run.parsed(InfluenceArguments, settings)
-        training_run.use_all_cores(args)
+        script_args, args, model_args = example_run.parsed(InfluenceArguments, settings)
+        example_run.use_all_cores(args)
         check_machine(args)
         check_model(model_args.model_name_or_path, args.trust_remote_code, saved=False)
         problems, held_out, tokenizer = gsm8k.load(script_args, args, model_args)
@@ -311,15 +311,15 @@ def main(arguments: list[str]) -> int:
         settings["per_device_train_batch_size"] = args.per_device_train_batch_size
         check(settings, len(held_out))
         trained = train(settings, problems, tokenizer)
-    except training_run.REFUSALS as error:
-        return training_run.refuse("influence.py", str(error), error)
+    except example_run.REFUSALS as error:
+        return example_run.refuse("influence.py", str(error), error)
     held_out = held_out.select(range(settings["held_back"]))
     D, held_back = direction(settings, trained.model, held_out, tokenizer)
     completions = influence(settings, trained, D, problems, tokenizer)
     report(completions, held_back, script_args.shown)
     if script_args.table:
         write(completions, script_args.table)
-        training_run.say(f"\nAll {len(completions)} completions: {script_args.table}")
+        example_run.say(f"\nAll {len(completions)} completions: {script_args.table}")
     return 0
 
 

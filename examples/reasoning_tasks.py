@@ -32,8 +32,7 @@ from typing import Any
 import embedded
 from command_line import Parser
 from datasets import Dataset
-from tqdm.auto import tqdm
-from training_run import (
+from example_run import (
     DEFAULTS,
     EMBEDDED,
     REFUSALS,
@@ -52,7 +51,8 @@ from training_run import (
     refuse,
     say,
 )
-from training_run import SMALL as SMALL_MODEL
+from example_run import SMALL as SMALL_MODEL
+from tqdm.auto import tqdm
 from trl import GRPOConfig, ModelConfig
 
 from isopo_trl import ISOPOConfig

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import embedded
+import example_run
 import torch
-import training_run
 from calculator import calculator
 from command_line import Parser
 from datasets import Dataset
@@ -91,7 +91,7 @@ RESPONSE_TEMPLATE = {
 }
 
 SMALL = {
-    **training_run.SMALL,
+    **example_run.SMALL,
     "per_device_train_batch_size": 8,
     "max_completion_length": 64,
     "max_steps": 12,
@@ -197,34 +197,34 @@ def show(model: torch.nn.Module, tokenizer: Any, problems: Dataset, steps: int, 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        training_run.say(f"shown {step + 1:4}  loss {loss.item():.3f}")
+        example_run.say(f"shown {step + 1:4}  loss {loss.item():.3f}")
 
 
 # A run
 
 
 def read_arguments(arguments: list[str]) -> tuple[ToolsArguments, ISOPOConfig, ModelConfig]:
-    parser = Parser((ToolsArguments, ISOPOConfig, ModelConfig), **training_run.DEFAULTS)
+    parser = Parser((ToolsArguments, ISOPOConfig, ModelConfig), **example_run.DEFAULTS)
     given = parser.given(arguments)
-    defaults = {**training_run.DEFAULTS, "output_dir": "outputs/tools"}
+    defaults = {**example_run.DEFAULTS, "output_dir": "outputs/tools"}
     if not torch.accelerator.is_available():
         defaults |= {"use_cpu": True, "bf16": False}
-    name = given.setdefault("model_name_or_path", training_run.EMBEDDED)
-    if name == training_run.EMBEDDED:
+    name = given.setdefault("model_name_or_path", example_run.EMBEDDED)
+    if name == example_run.EMBEDDED:
         defaults |= {**SMALL, "save_strategy": "no"}
     else:
-        defaults |= training_run.BOUNDED | (training_run.OF_ADAPTERS if given.get("use_peft") else {})
+        defaults |= example_run.BOUNDED | (example_run.OF_ADAPTERS if given.get("use_peft") else {})
     return TrlParser((ToolsArguments, ISOPOConfig, ModelConfig)).parse_dict({**defaults, **given})
 
 
 def load(args: ISOPOConfig, model_args: ModelConfig) -> tuple[torch.nn.Module, Any]:
     """Model and tokenizer; the embedded one gets its templates."""
-    is_embedded = model_args.model_name_or_path == training_run.EMBEDDED
+    is_embedded = model_args.model_name_or_path == example_run.EMBEDDED
     if is_embedded:
         model_args.model_name_or_path = embedded.model_path()
     name = model_args.model_name_or_path
     check_model(name, args.trust_remote_code, saved=not model_args.use_peft)
-    tokenizer = training_run.load_tokenizer(name, model_args.model_revision, args.trust_remote_code)
+    tokenizer = example_run.load_tokenizer(name, model_args.model_revision, args.trust_remote_code)
     if is_embedded:
         tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(
@@ -238,7 +238,7 @@ def load(args: ISOPOConfig, model_args: ModelConfig) -> tuple[torch.nn.Module, A
     return model if adapter is None else get_peft_model(model, adapter), tokenizer
 
 
-class Progress(training_run.Progress):
+class Progress(example_run.Progress):
     """One line per step, with the calls."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -270,9 +270,9 @@ def build(script_args: ToolsArguments, args: ISOPOConfig, model: torch.nn.Module
 
 def main(arguments: list[str]) -> int:
     try:
-        training_run.one_voice()
+        example_run.one_voice()
         script_args, args, model_args = read_arguments(arguments)
-        training_run.use_all_cores(args)
+        example_run.use_all_cores(args)
         check_machine(args)
         resume = checkpoint(args)
         model, tokenizer = load(args, model_args)
@@ -280,15 +280,15 @@ def main(arguments: list[str]) -> int:
             torch.manual_seed(args.seed)
             show(model, tokenizer, products("train"), script_args.shown_steps)
         trainer = build(script_args, args, model, tokenizer)
-    except training_run.REFUSALS as error:
+    except example_run.REFUSALS as error:
         print(f"tools.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
     start = time.monotonic()
     trainer.train(resume_from_checkpoint=resume)
-    training_run.say(f"\n{trainer.state.global_step} steps in {(time.monotonic() - start) / 60:.1f} minutes.")
+    example_run.say(f"\n{trainer.state.global_step} steps in {(time.monotonic() - start) / 60:.1f} minutes.")
     trainer.save_state()
     trainer.save_model()
-    training_run.say(f"Model: {args.output_dir}")
+    example_run.say(f"Model: {args.output_dir}")
     return 0
 
 

@@ -720,6 +720,8 @@ class ISOPOTrainer(GRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         turns = Turns(policy.get_base_model() if is_peft_model(policy) else policy, self.temperature)
         by_transformers = not (self.use_vllm or self.use_transformers_continuous_batching)
+        # In generation too, others for each completion
+        drops = noise_of_ratios(self.model) is not None
 
         completions: list[Any] = []
 
@@ -740,7 +742,7 @@ class ISOPOTrainer(GRPOTrainer):
             listening,
             results_noted(self, "_calculate_rewards", rewards),
             without_old_policy(self, single_turn=single_turn, generated=generated),
-            prompts_read_once(self, policy) if by_transformers and not self._drops else nullcontext(),
+            prompts_read_once(self, policy) if by_transformers and not drops else nullcontext(),
         ):
             batch = super()._generate_and_score_completions(inputs)
         if training and (self.isopo.rule.needs.ntk or self.weighting.needs_prompts):
@@ -753,11 +755,6 @@ class ISOPOTrainer(GRPOTrainer):
         if self.transforms and self._is_in_training_step:
             batch["advantages"] = self._transformed(Batch(batch), rewards, completions)
         return batch
-
-    @cached_property
-    def _drops(self) -> bool:
-        """Whether the model drops activations at random, in generation too, others for each completion."""
-        return noise_of_ratios(self.model) is not None
 
     def _transformed(self, batch: Batch, rewards: list[torch.Tensor], completions: list[Any]) -> torch.Tensor:
         """The advantages `[B]` of this rank's part of a generation, as the transforms leave them."""

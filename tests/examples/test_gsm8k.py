@@ -56,10 +56,10 @@ def given(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def training_run(gsm8k):
-    import training_run
+def example_run(gsm8k):
+    import example_run
 
-    return training_run
+    return example_run
 
 
 def built(gsm8k, arguments):
@@ -250,15 +250,15 @@ def test_an_abbreviation_trains_nothing(gsm8k, given, capsys):
         assert f"{words[0].split('=')[0]} is not an argument of this script: did you mean {meant}" in said
 
 
-def test_what_a_method_does_not_use_is_said_setting_by_setting(gsm8k, training_run, given, capsys):
-    own = [field for field in fields(gsm8k.ISOPOConfig) if field.name in training_run.OWN]
+def test_what_a_method_does_not_use_is_said_setting_by_setting(gsm8k, example_run, given, capsys):
+    own = [field for field in fields(gsm8k.ISOPOConfig) if field.name in example_run.OWN]
     words = [f"--{field.name}={1 if field.default in (None, 'none') else field.default}" for field in own]
     gsm8k.read_arguments([*given, "--trainer=grpo", *words])
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "Not used by GRPO" in line]
-    assert {word for word in said.split() if word.startswith("--")} == {f"--{name}" for name in training_run.OWN}
+    assert {word for word in said.split() if word.startswith("--")} == {f"--{name}" for name in example_run.OWN}
 
-    of_a_rule = {name for rule in rule_names() for name in rule_settings(rule)} & training_run.OWN
-    assert of_a_rule <= set(training_run.OF_A_RULE) <= training_run.OWN
+    of_a_rule = {name for rule in rule_names() for name in rule_settings(rule)} & example_run.OWN
+    assert of_a_rule <= set(example_run.OF_A_RULE) <= example_run.OWN
     _, args, _ = gsm8k.read_arguments(
         [*given, "--trainer=reinforce", "--rule=npg", "--scale=paper", "--token_weights=p3o"]
     )
@@ -315,24 +315,24 @@ def test_what_takes_hours_ends_and_saves(gsm8k):
     assert args.max_steps == -1 and args.num_train_epochs == 1 and args.save_strategy == "no"
 
 
-def test_one_process_on_a_cpu_has_all_cores_under_accelerate_too(gsm8k, training_run, given, monkeypatch):
+def test_one_process_on_a_cpu_has_all_cores_under_accelerate_too(gsm8k, example_run, given, monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.delenv("ACCELERATE_DYNAMO_MODE", raising=False)
     _, args, _ = gsm8k.read_arguments([*given, "--use_cpu", "--bf16=false"])
-    training_run.use_all_cores(args)
+    example_run.use_all_cores(args)
     assert asked == []  # PyTorch has its way, and OMP_NUM_THREADS
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
-    training_run.use_all_cores(args)
+    example_run.use_all_cores(args)
     assert asked == [os.cpu_count()]
 
 
 # What is shown
 
 
-def test_the_time_of_a_validation_is_none_of_steps(training_run, capfd):
+def test_the_time_of_a_validation_is_none_of_steps(example_run, capfd):
     state = TrainerState(max_steps=3, is_world_process_zero=True)
-    progress = training_run.Progress("gsm8k_reward")
+    progress = example_run.Progress("gsm8k_reward")
     progress.on_train_begin(None, state, None)
     bar = progress.training_bar
     for name in ("start_t", "last_print_t"):
@@ -345,15 +345,15 @@ def test_the_time_of_a_validation_is_none_of_steps(training_run, capfd):
     assert "25.0% right" in capfd.readouterr().out
 
 
-def test_rewards_that_teach_nothing_get_a_hint(training_run):
+def test_rewards_that_teach_nothing_get_a_hint(example_run):
     def line(right, same):
         return {"reward": right, "rewards/gsm8k_reward/mean": right, "frac_reward_zero_std": same}
 
     rest = ("gsm8k_reward", "change --instruction")
-    said = training_run.hint([line(0.0, 1.0)] * 3, *rest)
+    said = example_run.hint([line(0.0, 1.0)] * 3, *rest)
     assert "No completion was right in any step" in said and "elsewhere, change --instruction" in said
-    assert "had the same reward" in training_run.hint([line(0.0, 1.0), line(1.0, 1.0)], *rest)
-    assert training_run.hint([line(0.0, 1.0), line(0.25, 0.5)], *rest) == training_run.hint([], *rest) == ""
+    assert "had the same reward" in example_run.hint([line(0.0, 1.0), line(1.0, 1.0)], *rest)
+    assert example_run.hint([line(0.0, 1.0), line(0.25, 0.5)], *rest) == example_run.hint([], *rest) == ""
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "configs").glob("fig*.yaml")), ids=lambda path: path.stem)
@@ -502,29 +502,29 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "stray is not an argument" in refused(gsm8k, capsys, [*given, "stray"])
 
 
-def test_ranks_speak_with_one_voice(training_run, capsys, monkeypatch):
+def test_ranks_speak_with_one_voice(example_run, capsys, monkeypatch):
     for rank in ("0", "1"):
         for name in ("RANK", "LOCAL_RANK"):
             monkeypatch.setenv(name, rank)
-        training_run.say("words")  # before there is a process group, which on CPUs is when arguments are read
+        example_run.say("words")  # before there is a process group, which on CPUs is when arguments are read
         assert bool(capsys.readouterr().out) == (rank == "0")
     off = []
-    for library in (training_run.datasets, training_run.huggingface_hub.utils):
+    for library in (example_run.datasets, example_run.huggingface_hub.utils):
         monkeypatch.setattr(library, "disable_progress_bars", lambda: off.append("bars"))
-    monkeypatch.setattr(training_run.transformers.utils.logging, "disable_progress_bar", lambda: off.append("bars"))
-    training_run.one_voice()
+    monkeypatch.setattr(example_run.transformers.utils.logging, "disable_progress_bar", lambda: off.append("bars"))
+    example_run.one_voice()
     assert len(off) == 3
     monkeypatch.setenv("LOCAL_RANK", "0")
-    training_run.one_voice()
+    example_run.one_voice()
     assert len(off) == 3
 
 
-def test_ranks_refuse_with_one_voice_and_the_launcher_has_it_last(training_run, tmp_path, capsys, monkeypatch):
+def test_ranks_refuse_with_one_voice_and_the_launcher_has_it_last(example_run, tmp_path, capsys, monkeypatch):
     error, local = ValueError("--rule is wrong.\n Choose another."), OSError("no room")
     for rank, given, said in (("0", error, 1), ("1", error, 0), ("0", local, 1), ("1", local, 1)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-        assert training_run.refuse("gsm8k.py", str(given), given) == 2
+        assert example_run.refuse("gsm8k.py", str(given), given) == 2
         assert len(capsys.readouterr().err.splitlines()) == said
         failure = ProcessFailure(local_rank=int(rank), pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
         summary = ChildFailedError("gsm8k.py", {int(rank): failure}).format_msg()
@@ -591,7 +591,7 @@ def test_bad_data_gives_one_sentence(gsm8k, given, tmp_path, capsys):
     assert "'no/such' is neither a file nor" in refused(gsm8k, capsys, [*rest, "--dataset=no/such"])
 
 
-def test_bad_models_give_one_sentence(gsm8k, training_run, given, tmp_path, capsys):
+def test_bad_models_give_one_sentence(gsm8k, example_run, given, tmp_path, capsys):
     _, *rest = given
     rest = [*rest, f"--output_dir={tmp_path / 'out'}"]
     for name in (tmp_path / "nowhere", "./nowhere", "../no/where", "~/nowhere"):
@@ -633,7 +633,7 @@ def test_bad_models_give_one_sentence(gsm8k, training_run, given, tmp_path, caps
         assert "damaged" in said and words in said, said
         shutil.rmtree(damaged)
     (Path(folder) / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
-    training_run.check_model(folder, trust_remote_code=False, saved=False)  # an adapter can be saved
+    example_run.check_model(folder, trust_remote_code=False, saved=False)  # an adapter can be saved
     (Path(folder) / "generation_config.json").unlink()
     said = refused(gsm8k, capsys, [f"--model_name_or_path={folder}", *rest, '--model_init_kwargs={"nonsense": 1}'])
     assert "--model_init_kwargs" in said and "'nonsense'" in said

@@ -85,7 +85,7 @@ def test_the_direction_is_the_gradient_of_the_expected_reward_and_no_setting_of_
     words = ["--loss_type=dapo", "--beta=0.1", "--rule=interacting", "--top_entropy_quantile=0.5"]
     words += ["--mask_truncated_completions=true", "--format_weight=0"]
     settings = {"held_back": 4} | influence.gsm8k.read_settings([*given, *words], influence.InfluenceArguments)
-    arguments = influence.training_run.parsed(influence.InfluenceArguments, settings)
+    arguments = influence.example_run.parsed(influence.InfluenceArguments, settings)
     _, held_out, tokenizer = influence.gsm8k.load(*arguments)
     model = tiny.model("qwen3")
     D, completions = influence.direction(settings, model, held_out.select(range(4)), tokenizer)

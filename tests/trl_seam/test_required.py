@@ -126,7 +126,7 @@ def test_changed_trl_is_refused_with_all_that_is_missing(monkeypatch):
 # May be named outside of the seam: methods that are overridden, or that transformers has
 OF_TRANSFORMERS = {"_save_checkpoint", "_get_output_dir", "_get_train_sampler"}
 OVERRIDDEN = {"_compute_loss", "_generate_and_score_completions", "_calculate_rewards", "_get_grad_norm"}
-OVERRIDDEN |= {"_get_learning_rate"}
+OVERRIDDEN |= {"_get_learning_rate", "_get_per_token_logps_and_entropies"}
 OVERRIDDEN |= {"_prepare_inputs", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"}
 KEYS = re.compile(r"(prompt|completion|tool)_mask|\w+_per_token_logps|importance_sampling_ratio")
 ROOMS_WITHOUT_KEYS = ("loss", "rewards", "token_weights")
