@@ -144,8 +144,10 @@ def prompts_read_once(trainer: Any, policy: Any) -> Iterator[None]:
             random.
     """
     args, base = trainer.args, policy.get_base_model() if hasattr(policy, "get_base_model") else policy
-    # Settings of one's own may be about the cache, and ranks with other prompts than this one may have to wait for it
-    alone = trainer.accelerator.distributed_type == DistributedType.NO
+    # Settings of one's own may be about the cache, and ranks with other prompts than this one may have to wait for it.
+    # Under autocast the whole model's forward pass is in another precision than that of its body
+    accelerator = trainer.accelerator
+    alone = accelerator.distributed_type == DistributedType.NO and accelerator.mixed_precision == "no"
     usual = args.generation_kwargs is None and args.cache_implementation is None
     if not (alone and usual and _keeps_keys_and_values(policy, base)):
         yield

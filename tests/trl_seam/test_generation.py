@@ -67,11 +67,12 @@ def test_generation_that_returns_something_else_is_refused(tmp_path):
 READS_ONCE = ("llama", "qwen2", "qwen3", "gpt2", "qwen3_moe")
 
 
-def generated(model, prompts_once=True, distributed=DistributedType.NO, mask=None, **settings):
+def generated(model, prompts_once=True, distributed=DistributedType.NO, mixed_precision="no", **settings):
     """Tokens and logits of a greedy generation of two completions of each prompt, and how many tokens were read."""
     ids = torch.tensor([[5, 9, 20, 31, 12], [0, 0, 7, 14, 11]]).repeat_interleave(2, 0)
     args = SimpleNamespace(**{"generation_kwargs": None, "cache_implementation": None, **settings})
-    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(distributed_type=distributed))
+    accelerator = SimpleNamespace(distributed_type=distributed, mixed_precision=mixed_precision)
+    trainer = SimpleNamespace(args=args, accelerator=accelerator)
     asked = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
     read = []
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -100,6 +101,7 @@ def test_prompts_that_are_read_once_have_the_completions_of_prompts_that_are_not
     "settings",
     [
         {"distributed": DistributedType.MULTI_CPU},
+        {"mixed_precision": "bf16"},
         {"generation_kwargs": {"use_cache": False}},
         {"cache_implementation": "static"},
     ],
