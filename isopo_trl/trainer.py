@@ -41,7 +41,7 @@ from .loss.sampler import (
     says_what_drew_it,
 )
 from .loss.terms import Derivative, LossTerms, Terms
-from .loss.zero_advantages import Skipping, equal_rewards
+from .loss.zero_advantages import Skipping, equal_rewards, what_needs_all
 from .narrow_weights import choice
 from .narrow_weights.lost_steps import LostSteps
 from .rewards import functions as reward_functions
@@ -306,48 +306,14 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _refuse_transforms(self, given: dict[str, Any]) -> None:
         """Raise where transforms of advantages cannot be what they are; `given`: the constructor's arguments."""
-        transforms = self.transforms.transforms
-        written = [name for name in ("tools", "environment_factory") if given.get(name)]
-        for transform in transforms if written else ():
-            if transform.needs_one_turn:
-                raise ValueError(
-                    f"advantage_transform={transform.name!r} takes a completion for one turn, and with "
-                    f"{' and '.join(written)} it has several: leave {transform.name!r} out."
-                )
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        sharded = self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
-        for transform in transforms if sharded else ():
-            if transform.needs_head:
-                raise ValueError(
-                    f"advantage_transform={transform.name!r} reads the rows of the LM head, which are whole on no "
-                    f"rank under FSDP and ZeRO-3: train under DDP or ZeRO-2, or leave {transform.name!r} out."
-                )
-        if self.transforms.selecting and self._what_needs_every_sequence:
-            raise ValueError(
-                f"advantage_transform={','.join(self.transforms.selecting)!r} leaves sequences out of the loss, all "
-                f"of which are in it with {', '.join(self._what_needs_every_sequence)}: change that, or choose "
-                "another transform."
-            )
-
-    @property
-    def _what_needs_every_sequence(self) -> list[str]:
-        """Settings with which a sequence without an advantage is computed, or has a gradient all the same."""
-        args, skips = self.args, self.args.skip_zero_advantage
-        found = [*self.terms.settings]
-        if skips is False:
-            found.append("skip_zero_advantage=False")
-        if self.isopo.rule.needs.ntk:  # coefficients are of all sequences of a microbatch
-            also = ["group_microbatches=True"] * args.group_microbatches
-            also += [f"token_weights={args.token_weights!r}"] * self.weighting.looks_across_sequences
-            if not skips or also:
-                found.append(" and ".join([f"rule={args.rule!r}", *(also if skips else ["skip_zero_advantage=None"])]))
-        if self.weighting.goes_back_twice:
-            found.append(f"token_weights={args.token_weights!r}")
-        if args.top_entropy_quantile < 1:
-            found.append(f"top_entropy_quantile={args.top_entropy_quantile}")
-        if not found and self.skipping is None:
-            found.append(f"a `_prepare_inputs` or loss of {type(self).__name__}'s own (and skip_zero_advantage=None)")
-        return found
+        own = f"a `_prepare_inputs` or loss of {type(self).__name__}'s own (and skip_zero_advantage=None)"
+        needing = what_needs_all(self.args, self.terms.settings, self.isopo.rule.needs.ntk, self.weighting)
+        self.transforms.refuse(
+            turns=[name for name in ("tools", "environment_factory") if given.get(name)],
+            is_sharded=self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3),
+            needing_all=needing or [own] * (self.skipping is None),
+        )
 
     def _step_control(self) -> StepControl:
         """What measures steps, and makes them as long as `target_kl` says."""
@@ -720,8 +686,8 @@ class ISOPOTrainer(GRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         turns = Turns(policy.get_base_model() if is_peft_model(policy) else policy, self.temperature)
         by_transformers = not (self.use_vllm or self.use_transformers_continuous_batching)
-        # In generation too, others for each completion
-        drops = noise_of_ratios(self.model) is not None
+        # What drops at random drops something else for each completion
+        reads_once = by_transformers and noise_of_ratios(self.model) is None
 
         completions: list[Any] = []
 
@@ -742,7 +708,7 @@ class ISOPOTrainer(GRPOTrainer):
             listening,
             results_noted(self, "_calculate_rewards", rewards),
             without_old_policy(self, single_turn=single_turn, generated=generated),
-            prompts_read_once(self, policy) if by_transformers and not drops else nullcontext(),
+            prompts_read_once(self, policy) if reads_once else nullcontext(),
         ):
             batch = super()._generate_and_score_completions(inputs)
         if training and (self.isopo.rule.needs.ntk or self.weighting.needs_prompts):

@@ -43,6 +43,32 @@ class Chain:
         """The settings that they have."""
         return tuple(name for transform in self.transforms for name in transform.settings)
 
+    def refuse(self, turns: list[str], is_sharded: bool, needing_all: list[str]) -> None:
+        """
+        Raise where they cannot be what they are.
+
+        Args:
+            turns (`list[str]`): what makes several turns of a completion.
+            is_sharded (`bool`): whether the LM head is whole on no rank.
+            needing_all (`list[str]`): settings with which no sequence can be left out.
+        """
+        for transform in self.transforms:
+            if turns and transform.needs_one_turn:
+                raise ValueError(
+                    f"advantage_transform={transform.name!r} takes a completion for one turn, and with "
+                    f"{' and '.join(turns)} it has several: leave {transform.name!r} out."
+                )
+            if is_sharded and transform.needs_head:
+                raise ValueError(
+                    f"advantage_transform={transform.name!r} reads the rows of the LM head, which are whole on no "
+                    f"rank under FSDP and ZeRO-3: train under DDP or ZeRO-2, or leave {transform.name!r} out."
+                )
+        if self.selecting and needing_all:
+            raise ValueError(
+                f"advantage_transform={','.join(self.selecting)!r} leaves sequences out of the loss, all of which are "
+                f"in it with {', '.join(needing_all)}: change that, or choose another transform."
+            )
+
     def chosen(self) -> dict[str, Any]:
         """Names and settings, by which a checkpoint knows them again."""
         return {name: getattr(self._args, name) for name in ("advantage_transform", *self.settings)}

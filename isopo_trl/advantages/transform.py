@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from ..settings.names import refuse_taken
+
 
 # In this order: rewards are changed, advantages are made of them, these are changed, and some are set to 0
 STAGES = ("rewards", "normalisation", "advantages", "selection")
@@ -140,15 +142,7 @@ def register(name: str) -> Callable[[T], T]:
     """
 
     def registered(transform: T) -> T:
-        known = TRANSFORMS.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            transform.__module__,
-            transform.__qualname__,
-        ):  # the same class again is a cell of a notebook that was run again
-            raise ValueError(
-                f"advantage_transform={name!r} is {known.__module__}.{known.__qualname__} already: choose another "
-                "name."
-            )
+        refuse_taken("advantage_transform", name, TRANSFORMS, transform)
         if transform.stage not in STAGES or "," in name:
             raise ValueError(
                 f"advantage_transform={name!r}, with stage={transform.stage!r}, cannot be registered: give a name "

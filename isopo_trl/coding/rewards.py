@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..gsm8k.rewards import _text as text_of
+from ..gsm8k.rewards import last_message
 from .sandbox import Confined, Limits, passes, share_passed
 
 
@@ -69,7 +69,7 @@ class CodeReward:
     def _reward(self, completion: Any, head: str, function: str, tests: Any, checks: str | None) -> float | None:
         if not (tests or checks):
             return None
-        program = as_program(text_of(completion), head, function)
+        program = as_program(last_message(completion), head, function)
         if checks:
             return float(passes(program, function, head, checks, self.limits))
         return share_passed(program, function, tests, self.limits, self.partial)

@@ -56,7 +56,7 @@ def format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     sign and a percent sign or full stop at most; nothing else is on the line, and only white space after it.
     Completions are given as in [`gsm8k_reward`].
     """
-    return [float(_ends_in_answer(_text(completion))) for completion in completions]
+    return [float(_ends_in_answer(last_message(completion))) for completion in completions]
 
 
 def math_verify_reward(
@@ -127,10 +127,10 @@ def _cases(
 ) -> Iterator[tuple[str, Any]]:
     """What each completion itself says, and the gold answer."""
     for prompt, completion, gold in zip(prompts or [None] * len(completions), completions, answer, strict=True):
-        yield _without_echo(_text(completion), _text(prompt, "user")), gold
+        yield _without_echo(last_message(completion), last_message(prompt, "user")), gold
 
 
-def _text(messages: str | Sequence[Mapping[str, Any]] | None, role: str = "assistant") -> str:
+def last_message(messages: str | Sequence[Mapping[str, Any]] | None, role: str = "assistant") -> str:
     """A text as it is; of messages, the content of the last one with this role (or none)."""
     if isinstance(messages, str):
         return messages

@@ -7,13 +7,14 @@ normalised as in the whole batch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from ..token_weights import Weighting
 from ..trl_seam.batch import Batch, joined_batches, rows_of_batch
 from ..trl_seam.generation import Progress
 from ..trl_seam.loans import intercepted
@@ -25,6 +26,31 @@ from .sampler import is_own
 _OF_THE_GENERATION = ("dapo", "cispo", "vespo")
 # What is logged of coefficients: 0 for a step in which no sequence has an advantage
 _COEFFICIENTS = (*(f"isopo/multiplier_{name}" for name in ("mean", "min", "max")), "isopo/effective_sequences")
+
+
+def what_needs_all(args: Any, terms: Sequence[str], ntk: bool, weighting: Weighting) -> list[str]:
+    """
+    The settings with which a sequence without an advantage is computed, or has a gradient all the same.
+
+    Args:
+        args ([`ISOPOConfig`]): the settings.
+        terms (`Sequence[str]`): those of them that add terms without an advantage to the loss.
+        ntk (`bool`): whether coefficients are of all sequences of a microbatch.
+        weighting ([`Weighting`]): of the tokens.
+    """
+    found, skips = [*terms], args.skip_zero_advantage
+    if skips is False:
+        found.append("skip_zero_advantage=False")
+    if ntk:
+        also = ["group_microbatches=True"] * args.group_microbatches
+        also += [f"token_weights={args.token_weights!r}"] * weighting.looks_across_sequences
+        if not skips or also:
+            found.append(" and ".join([f"rule={args.rule!r}", *(also if skips else ["skip_zero_advantage=None"])]))
+    if weighting.goes_back_twice:
+        found.append(f"token_weights={args.token_weights!r}")
+    if args.top_entropy_quantile < 1:
+        found.append(f"top_entropy_quantile={args.top_entropy_quantile}")
+    return found
 
 
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group: int) -> torch.Tensor:

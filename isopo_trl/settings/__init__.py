@@ -1,1 +1,1 @@
-"""Settings: their types, and the ranges of GRPO's own."""
+"""Settings: their types, the ranges of GRPO's own, and names that users may add to."""

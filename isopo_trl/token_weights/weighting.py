@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
+from ..settings.names import refuse_taken
 from ..trl_seam.head import HeadFigures
 from .ratios import batch_figures, log_ratios, ratio_sums
 
@@ -299,14 +300,7 @@ def register(name: str) -> Callable[[W], W]:
     """
 
     def registered(weighting: W) -> W:
-        known = WEIGHTINGS.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            weighting.__module__,
-            weighting.__qualname__,
-        ):  # the same class again is a cell of a notebook that was run again
-            raise ValueError(
-                f"token_weights={name!r} is {known.__module__}.{known.__qualname__} already: choose another name."
-            )
+        refuse_taken("token_weights", name, WEIGHTINGS, weighting)
         weighting.name = name
         WEIGHTINGS[name] = weighting
         return weighting
