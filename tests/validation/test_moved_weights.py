@@ -50,7 +50,7 @@ def test_share_is_that_of_the_weights_further_than_the_threshold(sampled, tmp_pa
     expected = sum(map(len, that_move(trainer.model))) / total
     assert 0.2 < expected < 0.45  # five deviations of 500
     assert shares[1][0] == pytest.approx(expected, abs=1e-6 if total <= sampled else 0.1)
-    _, logs = run(tmp_path, distance=0.01, begin=1.0)
+    _, logs = run(tmp_path, distance=-0.01, begin=1.0)
     assert logs[0]["weights/moved_bf16"] == logs[0]["weights/moved"] > 0.1
 
 
