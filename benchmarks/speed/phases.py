@@ -70,7 +70,9 @@ TRL_NAMES = {
 }
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"trainer": "grpo"},
+    "grpo:liger": {"trainer": "grpo", "use_liger_kernel": True},
     "none": {"rule": "none"},
+    "none+skip": {"rule": "none", "skip_zero_advantage": True},
     "fisher": {"rule": "fisher"},
     "fisher+skip": {"rule": "fisher", "skip_zero_advantage": True},
     "fig4": {"rule": "fig4"},
@@ -78,7 +80,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "interacting": {"rule": "interacting"},
     "interacting+skip": {"rule": "interacting", "skip_zero_advantage": True},
 }
-LABELS = {"grpo": "GRPO", "+skip": ", skip_zero_advantage"}
+LABELS = {"grpo": "GRPO", ":liger": ", Liger's kernels", "+skip": ", skip_zero_advantage"}
 # Logged figures that say what a step had to do
 LOGGED = {
     "completions/mean_length": "tokens",
