@@ -36,6 +36,8 @@ SHORT = {
     "spring_decay": "mu",
     "weights": "weights",
     "bf16_updates": "updates",
+    "auto_times": "times",
+    "resume_at": "resumed",
 }
 # Settings that have no place there, beside the rate and the seed, which stand at its end
 UNNAMED = ("learning_rate", "seed", "validate_at")
@@ -105,6 +107,8 @@ class Matrix:
         smaller = dict(self.smoke)
         if settings["steps"] == 0:
             smaller |= {"steps": 0, "validate_at": []}
+        if self.smoke and "resume_at" in settings:
+            smaller["resume_at"] = self.smoke["steps"] // 2
         return Run(name, entry.group, entry.method, settings | {"method": entry.method} | smaller)
 
     def runs(self, finished: Results, groups: list[str] | None = None) -> Iterator[Run | Entry]:
@@ -125,19 +129,25 @@ class Matrix:
                 yield run
 
     def best_rate(self, entry: Entry, finished: Results) -> float | None:
-        """Rate at which the method did best on held-back problems; None until its part of the grid is finished."""
-        if not self.grid(entry.method, [entry.rates_of]):
+        """
+        Rate at which the method did best on held-back problems of its task; None until its part of the grid is
+        finished.
+        """
+        task = entry.given.get("task")
+        if not self.grid(entry.method, [entry.rates_of], task):
             raise ValueError(f"Group {entry.rates_of!r} has no rates of method {entry.method!r} to choose from.")
-        return self.best_of(entry.method, [entry.rates_of], finished)
+        return self.best_of(entry.method, [entry.rates_of], finished, task)
 
-    def grid(self, method: str, groups: Collection[str]) -> list[Run]:
-        """A method's runs with a rate that is given, in these groups."""
-        entries = [e for e in self.entries if e.method == method and e.group in groups]
+    def grid(self, method: str, groups: Collection[str], task: str | None = None) -> list[Run]:
+        """A method's runs with a rate that is given, in these groups, of this task or else of the usual one."""
+        entries = [e for e in self.entries if (e.method, e.given.get("task")) == (method, task) and e.group in groups]
         return [self.run(e, e.given["learning_rate"]) for e in entries if e.given["learning_rate"] != BEST]
 
-    def best_of(self, method: str, groups: Collection[str], finished: Results) -> float | None:
+    def best_of(
+        self, method: str, groups: Collection[str], finished: Results, task: str | None = None
+    ) -> float | None:
         """The rate of these groups at which the method did best; None until all its runs there are finished."""
-        grid = self.grid(method, groups)
+        grid = self.grid(method, groups, task)
         if not grid or any(run.name not in finished for run in grid):
             return None
         # Of equals the lower rate, which goes less far from the start

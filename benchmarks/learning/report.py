@@ -6,6 +6,7 @@ beside it, and what is not yet run is said in its place.
 """
 
 import itertools
+import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -53,6 +54,13 @@ SAID = {
     r"updatesstochastic": "rounded at random",
     r"updatesexact": "with a remainder",
     r"updatesno": "rounded to nearest",
+    r"resumed(\d+)": r"resumed after \1",
+}
+HUMAN_EVAL = "human_eval"
+MEMORY = {
+    "memory/allocated": "GPU, in use",
+    "memory/reserved": "GPU, reserved by PyTorch",
+    "memory/host": "host",
 }
 GENERATION = "generation"  # as `phases.py` calls it
 MAIN = ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean")
@@ -64,6 +72,8 @@ MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
 STALE_METHODS = ("stale_grpo", "stale_methods", "stale_methods_clipped")
 PLAIN_REINFORCE = "plain_reinforce"
 DIRECTIONS = ("directions", "directions_proma", "directions_lambda")
+TASKS, TASK_TARGETS, RESUMED = "tasks", "tasks_targets", "resumed"
+TASK_RATES, TASK_GRPO = "rates_tasks", "tasks_grpo"
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
 
 
@@ -143,6 +153,9 @@ class Report:
             self.plain("Plain steps: 200 steps", ("long",), ("long_grpo",)),
             self.plain("Plain steps: 1.5B", ("larger",), ("larger_grpo",)),
             self.rates("1.5B: learning rates", ("rates_larger",)),
+            *self.tasks(),
+            self.automatic_targets(),
+            self.resumed(),
             self.variants("Sums", ("sums",), "grpo"),
             self.variants("Sums: starting learning rates", ("sums_starts",), None),
             self.fisher_norm(),
@@ -190,10 +203,10 @@ class Report:
 
     # What there is
 
-    def finished(self, groups: Iterable[str] | None = None) -> Iterator[tuple[Run, Result]]:
-        """Runs of the matrix that are made, of these groups or of all, in its order, with what came of them."""
+    def finished(self, groups: Iterable[str] | None = None, task: str | None = None) -> Iterator[tuple[Run, Result]]:
+        """Runs of the matrix that are made, of these groups (and task) or of all, in its order, with their results."""
         for run in self.matrix.runs(self.results, None if groups is None else list(groups)):
-            if isinstance(run, Run) and run.name in self.results:
+            if isinstance(run, Run) and run.name in self.results and task in (None, run.settings["task"]):
                 yield run, self.results[run.name]
 
     def made(self) -> str:
@@ -292,11 +305,11 @@ class Report:
 
     # Sections
 
-    def rates(self, title: str, groups: tuple[str, ...], always: bool = False) -> str:
+    def rates(self, title: str, groups: tuple[str, ...], always: bool = False, task: str | None = None) -> str:
         """The grid: accuracy on held-back problems by method and rate; nothing without a run, unless always."""
         methods = unique(entry.method for entry in self.matrix.entries if entry.group in groups)
         grids = {
-            method: {run.settings["learning_rate"]: run.name for run in self.matrix.grid(method, groups)}
+            method: {run.settings["learning_rate"]: run.name for run in self.matrix.grid(method, groups, task)}
             for method in methods
         }
         rates = sorted({rate for grid in grids.values() for rate in grid})
@@ -310,7 +323,7 @@ class Report:
         ]
         lines += table(["method", *map(short_rate, rates)])
         for method, grid in grids.items():
-            best = self.matrix.best_of(method, groups, self.results)
+            best = self.matrix.best_of(method, groups, self.results, task)
             cells = []
             for rate in rates:
                 result = self.results.get(grid.get(rate, ""))
@@ -530,28 +543,28 @@ class Report:
                 lines.append(row([*cells, *step_cells(runs)]))
         return lines
 
-    def grpo_of(self, groups: tuple[str, ...]) -> Rows:
+    def grpo_of(self, groups: tuple[str, ...], task: str | None = None) -> Rows:
         """GRPO with AdamW as some groups have it, or at its rate among the methods."""
         if not groups:
             return {label: runs for label, runs in self.main_rows().items() if label.startswith("grpo,")}
         rows: Rows = defaultdict(list)
-        for _, result in self.finished(groups):
+        for _, result in self.finished(groups, task):
             rows[labelled(result, said(variant(result)))].append(result)
         return dict(rows)
 
-    def by_label(self, groups: tuple[str, ...]) -> Rows:
+    def by_label(self, groups: tuple[str, ...], task: str | None = None) -> Rows:
         """Runs of groups, with the target of their steps in the label."""
         rows: Rows = defaultdict(list)
-        for _, result in self.finished(groups):
+        for _, result in self.finished(groups, task):
             rows[with_target(result)].append(result)
         return dict(rows)
 
-    def plain(self, title: str, groups: tuple[str, ...], beside: tuple[str, ...] = ()) -> str:
+    def plain(self, title: str, groups: tuple[str, ...], beside: tuple[str, ...] = (), task: str | None = None) -> str:
         """Runs of groups, their steps' lengths, and what they are beside GRPO and beside REINFORCE's plain steps."""
-        of_grpo, rows, wanted = self.grpo_of(beside), self.by_label(groups), groups + beside
+        of_grpo, rows, wanted = self.grpo_of(beside, task), self.by_label(groups, task), groups + beside
         lines = [f"## {title}"]
         if not rows:
-            return "\n".join([*lines, *self.missing(wanted)])
+            return "\n".join([*lines, *self.missing(wanted, task)])
         lines += ["", *courses({**of_grpo, **rows})]
         lines += ["", *self.comparison({**of_grpo, **rows}, next(iter(of_grpo), None))]
         of_rules = []
@@ -563,7 +576,91 @@ class Report:
         if of_rules:
             lines += ["", f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", ""]
             lines += [*table(["method", *DIFFERENCES]), *of_rules]
-        return "\n".join([*lines, *self.missing(wanted)])
+        return "\n".join([*lines, *self.missing(wanted, task)])
+
+    def task_names(self, *groups: str) -> list[str]:
+        """Of tasks of which a run of these groups is made."""
+        return unique(run.settings["task"] for run, _ in self.finished(groups))
+
+    def tasks(self) -> Iterator[str]:
+        """Sections on the other tasks, each as far as there are runs of it."""
+        for task in self.task_names(TASK_RATES, TASKS, TASK_GRPO, TASK_TARGETS):
+            first = next(r for _, r in self.finished((TASK_RATES, TASKS, TASK_GRPO, TASK_TARGETS), task))
+            head, *lines = self.plain(f"Task: {task}", (TASKS, TASK_TARGETS), (TASK_GRPO,), task).split("\n")
+            lines = [head, "", f"{described_task(first['settings'])}{self.before_training(first)}", *lines]
+            yield "\n".join([*lines, *self.of_human_eval(task)])
+            yield self.rates(f"Task: {task}, learning rates of GRPO", (TASK_RATES,), task=task)
+        for task in self.task_names("tasks_long"):
+            yield self.plain(f"Task: {task}, 200 steps", ("tasks_long",), ("tasks_long_grpo",), task)
+
+    def before_training(self, result: Result) -> str:
+        start = self.start_of(result)
+        if start is None:
+            return ""
+        shares = percent(start["test"]["accuracy"]), percent(start["validations"][0]["accuracy"])
+        return (
+            f" Before training, greedy: {shares[0]} of {start['test']['count']:,} test problems, {shares[1]} of "
+            f"{start['held_back']} held back from training (n = 1)."
+        )
+
+    def of_human_eval(self, task: str) -> list[str]:
+        """A sentence on the further test that runs of functions may have."""
+        start = next((s for (name, _), s in self.starts_by_model.items() if name == task and HUMAN_EVAL in s), None)
+        rows = {"before training": [start]} if start else {}
+        rows |= {**self.grpo_of((TASK_GRPO,), task), **self.by_label((TASKS,), task)}
+        parts = [
+            f"{label}: {spread(shares, '{:.1f} %')}, n = {len(shares)}"
+            for label, results in rows.items()
+            if (shares := [100 * r[HUMAN_EVAL]["accuracy"] for r in results if HUMAN_EVAL in r])
+        ]
+        return ["", f"Of HumanEval's problems, which are not trained on: {'; '.join(parts)}."] if parts else []
+
+    def automatic_targets(self) -> str:
+        """Multiples of what `target_kl="auto"` is, by task."""
+        rows: dict[str, dict[float, Result]] = defaultdict(dict)
+        for run, result in self.finished((TASKS, TASK_TARGETS)):
+            if run.settings["seed"] == 0:
+                rows[run.settings["task"]][run.settings.get("auto_times", 1)] = result
+        multiples = sorted({multiple for found in rows.values() for multiple in found})
+        if len(multiples) < 2:
+            return ""
+        lines = [
+            "## Multiples of the automatic target",
+            "",
+            'Plain steps of so many times what `target_kl="auto"` is, seed 0 (n = 1): test accuracy, and KL from the '
+            "start. Tokens are those of a completion, mean over the first and the last ten steps, with `auto` itself.",
+            "",
+            *table(["task", "tokens", *(f"{multiple:g} times" for multiple in multiples)]),
+        ]
+        for task, found in rows.items():
+            tokens = column(found[1], "completions/mean_length") if 1 in found else []
+            cells = [task, f"{fmean(tokens[:10]):.0f} to {fmean(tokens[-10:]):.0f}" if tokens else ""]
+            for multiple in multiples:
+                result = found.get(multiple)
+                divergence = spread(known([kl(result)]), ", {:.1f}") if result else ""
+                cells.append(percent(accuracy(result)) + divergence if result else "not run")
+            lines.append(row(cells))
+        return "\n".join([*lines, *self.missing((TASK_TARGETS,))])
+
+    def resumed(self) -> str:
+        """Memory and learning of runs that went on from a checkpoint, in another process."""
+        lines = []
+        for _, result in self.finished((RESUMED,)):
+            half, steps = result["first_half"]["steps"], result["settings"]["steps"]
+            ends = ((1, 10), (half - 9, half), (half + 1, half + 10), (steps - 9, steps))
+            peaks = known([result["first_half"]["peak_gib"], result["hardware"]["peak_gib"]])
+            most = " and ".join(f"{peak:.2f}" for peak in peaks)
+            lines += [
+                f"`{result['name']}`: {steps} steps, resumed after {half} in another process. GiB at the end of a "
+                f"step, means over ten steps; PyTorch had reserved at most {most or 'nothing'} on the GPU:",
+                "",
+                *table(["", *(f"steps {first} to {last}" for first, last in ends)]),
+            ]
+            for name, words in MEMORY.items():
+                if values := column(result, name):
+                    lines.append(row([words, *(f"{fmean(values[first - 1 : last]):.3f}" for first, last in ends)]))
+            lines += ["", *courses({with_target(result): [result]}), ""]
+        return "\n".join(["## A long run, resumed", "", *lines]).rstrip() if lines else ""
 
     def rows_at_best(self, rates: str, seeds: str) -> Rows:
         """Each method at its rate, chosen from the group of rates: those with a whole grid."""
@@ -663,10 +760,13 @@ class Report:
     def trained(self, task: str) -> list[Result]:
         return [r for r in self.results.values() if r["settings"]["steps"] and r["settings"]["task"] == task]
 
-    def missing(self, groups: tuple[str, ...]) -> list[str]:
-        """A sentence on what is not yet run of these groups."""
+    def missing(self, groups: tuple[str, ...], task: str | None = None) -> list[str]:
+        """A sentence on what is not yet run of these groups, of one task or of all."""
         names, waiting = [], 0
         for item in self.matrix.runs(self.results, list(groups)):
+            of_task = item.settings["task"] if isinstance(item, Run) else item.given.get("task")
+            if task not in (None, of_task):
+                continue
             if not isinstance(item, Run):
                 waiting += 1
             elif item.name not in self.results:
@@ -931,7 +1031,7 @@ def task_and_model(result: Result) -> tuple[str, str]:
 
 def variant(result: Result) -> str:
     """A run's name without task, learning rate and seed."""
-    return re.sub(r"(-tasksums)?(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
+    return re.sub(r"(-task[^-]+)?(-lr[\d.]+e-?\d+)?(-seed\d+)?$", "", result["name"])
 
 
 def said(name: str) -> str:
@@ -953,7 +1053,18 @@ def with_target(result: Result) -> str:
     target = result["settings"].get("target_kl")
     if target is None:
         return labelled(result, said(variant(result)))
-    return f"{said(re.sub(r'-target[^-]+', '', variant(result)))}, target {short_rate(target)}"
+    times = result["settings"].get("auto_times", 1)
+    length = short_rate(target) if target != "auto" else "auto" if times == 1 else f"{times:g} × auto"
+    return f"{said(re.sub(r'-(target|times)[^-]+', '', variant(result)))}, target {length}"
+
+
+def described_task(settings: dict[str, Any]) -> str:
+    """A sentence."""
+    if settings["kind"] == "code":
+        return f"Functions in Python of difficulty {settings['difficulty']}, made from a grammar."
+    config = f" with `{json.dumps(settings['task_config'])}`" if settings.get("task_config") else ""
+    names = ", ".join(f"`{name}`" for name in settings["tasks"])
+    return f"{names} of reasoning-gym{config}, `--answer {settings['answer']}`."
 
 
 # Differences

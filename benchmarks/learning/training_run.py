@@ -7,6 +7,8 @@ import json
 import math
 import os
 import platform
+import resource
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +23,13 @@ import trl.trainer.grpo_trainer as grpo_module
 from optimizers import muon_and_adamw
 from peft import LoraConfig
 from scheduling import ENDING, READY, STEP
+from task_problems import Problems, Reward, problems
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
-from isopo_trl.gsm8k import as_prompts, format_reward, gsm8k_reward, load_gsm8k
+from isopo_trl.gsm8k import format_reward
+from isopo_trl.step_size import completion_length
 from isopo_trl.validation import ValidationCallback
 
 
@@ -36,22 +40,9 @@ OF_ISOPO = (
 )
 # Sequences up to which nothing is recomputed
 SMALL_MICROBATCH = 4
+# What the first half of a resumed run leaves to the second one, beside the checkpoint
+FIRST_HALF = "first_half.json"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "vllm", "datasets")
-
-
-def problems(task: str, data: str | None, held_back: int, test: int | None):
-    """Prompts to train on, held back from training, and of the test split."""
-    if task == "sums":
-        import embedded
-
-        train, tests = (as_prompts(embedded.sums(split), instruction="") for split in ("train", "test"))
-    else:
-        train, tests = (as_prompts(rows) for rows in load_gsm8k(str(data)))
-    if not 0 < held_back < len(train):
-        raise ValueError(f"held_back={held_back} of {len(train)} training problems: leave some of both.")
-    cut = len(train) - held_back
-    tests = tests.select(range(min(test or len(tests), len(tests))))
-    return train.select(range(cut)), train.select(range(cut, len(train))), tests
 
 
 def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
@@ -76,8 +67,8 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         "lr_scheduler_type": "constant",
         "reward_weights": [1.0, settings["format_weight"]] if settings["format_weight"] else [1.0],
         # The same gradients with it and without; small microbatches have room for what it saves
-        "gradient_checkpointing": settings["task"] == "gsm8k" and microbatch > SMALL_MICROBATCH,
-        "bf16": cuda and settings["task"] == "gsm8k",  # sums are small, and the same on a CPU
+        "gradient_checkpointing": settings["task"] != "sums" and microbatch > SMALL_MICROBATCH,
+        "bf16": cuda and settings["task"] != "sums",  # sums are small, and the same on a CPU
         "use_cpu": not cuda,
         "seed": settings.get("seed", 0),
         "logging_steps": 1,
@@ -94,8 +85,9 @@ def configuration(settings: dict[str, Any], folder: str) -> GRPOConfig:
         arguments["optim"] = "sgd"
     if "momentum" in settings:
         arguments["optim_args"] = f"momentum={settings['momentum']}"
-    if "epsilon" in settings:
-        arguments["epsilon"] = settings["epsilon"]
+    for name in ("epsilon", "use_liger_kernel"):
+        if name in settings:
+            arguments[name] = settings[name]
     if settings["trainer"] == "grpo":
         return GRPOConfig(**arguments)
     of_isopo = {name: settings[name] for name in OF_ISOPO if settings.get(name) is not None}
@@ -115,6 +107,15 @@ def spare_vllm(gib: float) -> None:
 
     generation.LLM = functools.partial(generation.LLM, kv_cache_memory_bytes=int(gib * 2**30))
     generation.SamplingParams = functools.partial(generation.SamplingParams, detokenize=False)
+
+
+def multiply_automatic_targets(times: float) -> None:
+    """
+    Make `target_kl="auto"` so many times what it is. There is no setting for nats per completion but `"auto"` itself,
+    and a number is in nats per token, which are others as completions grow longer or shorter.
+    """
+    completion_length.AUTO *= times
+    completion_length.AUTO_PLAIN *= times
 
 
 class Recorded:
@@ -206,20 +207,30 @@ class Validation(ValidationCallback):
 
 
 class Clock(TrainerCallback):
-    """Seconds of training at each step's end, validation not counted; says how far the run is."""
+    """
+    At each step's end, seconds of training, validation not counted, and memory in use; says how far the run is.
 
-    def __init__(self, validation: Validation):
-        self.validation = validation
+    With `before`, the seconds of a first half, the time goes on from there. With `stop_at`, a checkpoint is written
+    after that step, and training ends.
+    """
+
+    def __init__(self, validation: Validation, before: float = 0.0, stop_at: int | None = None):
+        self.validation, self.before, self.stop_at = validation, before, stop_at
         self.seconds: list[float] = []
+        self.memory: dict[str, list[float]] = defaultdict(list)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begin = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self.begin - self.validation.seconds)
+        self.seconds.append(self.before + time.perf_counter() - self.begin - self.validation.seconds)
+        for name, value in memory().items():
+            self.memory[name].append(value)
         say(f"{STEP} {state.global_step} {self.seconds[-1]:.2f}")
         if state.global_step == 1:
             say(READY)
+        if state.global_step == self.stop_at:
+            control.should_save = control.should_training_stop = True
         if state.global_step == state.max_steps:
             say(ENDING)
 
@@ -227,6 +238,17 @@ class Clock(TrainerCallback):
         if logs and "reward" in logs:
             names = ("reward", "completions/mean_length", "grad_norm", "step_time")
             say(f"step {state.global_step}: " + ", ".join(f"{name} {logs.get(name, math.nan):.4g}" for name in names))
+
+
+def memory() -> dict[str, float]:
+    """GiB of the GPU, as PyTorch counts them, and of the host that this process holds."""
+    # The second number of statm: pages in memory
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    found = {"memory/host": pages * resource.getpagesize() / 2**30}
+    if torch.cuda.is_available():
+        found["memory/allocated"] = torch.cuda.memory_allocated() / 2**30
+        found["memory/reserved"] = torch.cuda.memory_reserved() / 2**30
+    return found
 
 
 def say(text: str) -> None:
@@ -238,48 +260,95 @@ def work(
 ) -> None:
     """Train, measure, and leave `results/name.json`."""
     begin = time.perf_counter()
-    train, held_back, tests = problems(settings["task"], data, settings["held_back"], settings.get("test"))
+    with tempfile.TemporaryDirectory() as made:
+        folder, first = Path(made), None
+        if settings.get("resume_at"):
+            if settings["resume_at"] % settings["steps_per_generation"]:
+                raise ValueError(f"resume_at={settings['resume_at']} must be at the end of a generation.")
+            if "folder" in settings:  # this process is the first half of another one's run
+                folder = Path(settings["folder"])
+            else:
+                # In a process of its own, so that nothing of it is left for the second half
+                run_first_half(settings | {"folder": made})
+                first = json.loads((folder / FIRST_HALF).read_text())
+        result = trained(settings, model, data, folder, first, attempt)
+    result = {"name": name, **result}
+    result["seconds"]["total"] = significant(time.perf_counter() - begin)
+    if "folder" in settings:
+        (folder / FIRST_HALF).write_text(json.dumps(result))
+        return
+    draft = results / f"{name}.json.part"
+    draft.write_text(json.dumps(result, separators=(",", ":")).replace('],"', '],\n"') + "\n")
+    draft.rename(results / f"{name}.json")
+
+
+def run_first_half(settings: dict[str, Any]) -> None:
+    """This process's command line again, with other settings."""
+    arguments = list(sys.argv)
+    arguments[arguments.index("--settings") + 1] = json.dumps(settings)
+    subprocess.run([sys.executable, *arguments], check=True)
+
+
+def trained(
+    settings: dict[str, Any],
+    model: str | None,
+    data: str | None,
+    folder: Path,
+    first: dict[str, Any] | None,
+    attempt: int,
+) -> dict[str, Any]:
+    """What a run leaves behind: of its `first` half, if it has one, as well."""
+    begin = time.perf_counter()
+    found = problems(settings, data)
     if settings["task"] == "sums" and model is None:
         import embedded
 
         model = embedded.model_path()
     if settings["vllm"] and settings.get("kv_cache_gib") and attempt == 1:
         spare_vllm(settings["kv_cache_gib"])
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build(settings, str(model), train, folder)
-        batch_size = len(tests) if settings["vllm"] else None
-        validation = Validation(
-            trainer,
-            held_back,
-            at=settings["validate_at"],
-            batch_size=batch_size,
-            kl_prompts=settings["kl_prompts"] if settings["steps"] else 0,
-        )
-        clock = Clock(validation)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(clock)
-        trainer.add_callback(validation)
-        # vLLM seeds every run alike, and methods may have drawn different numbers so far
-        set_seed(settings.get("seed", 0))
-        started = time.perf_counter() - begin
-        if settings["steps"]:
-            trainer.train()
-        else:
-            say(READY)
-            validation.validate()
-        final = Validation(trainer, tests, at=[], batch_size=batch_size, kl_prompts=0)
+    multiply_automatic_targets(settings.get("auto_times", 1))
+    trainer = build(settings, str(model), found, str(folder))
+    batch_size = len(found.tests) if settings["vllm"] else None
+    validation = Validation(
+        trainer,
+        found.held_back,
+        found.right,
+        at=settings["validate_at"],
+        batch_size=batch_size,
+        kl_prompts=settings["kl_prompts"] if settings["steps"] else 0,
+    )
+    is_first = "folder" in settings
+    before = first["seconds"] if first else {}
+    clock = Clock(validation, before.get("train", 0.0), settings["resume_at"] if is_first else None)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(clock)
+    trainer.add_callback(validation)
+    # vLLM seeds every run alike, and methods may have drawn different numbers so far
+    set_seed(settings.get("seed", 0))
+    started = time.perf_counter() - begin
+    if settings["steps"]:
+        trainer.train(resume_from_checkpoint=bool(first))
+    else:
+        say(READY)
+        validation.validate()
+    tests: dict[str, Any] = {}
+    for key, rows in {} if is_first else {"test": found.tests, **found.others}.items():
+        final = Validation(trainer, rows, found.right, at=[], batch_size=batch_size, kl_prompts=0)
         final.validate()
+        tests[key] = (final, rows)
+    steps = columns(trainer.state.log_history, clock.seconds) | {
+        name: [significant(value) for value in values] for name, values in clock.memory.items()
+    }
     result = {
-        "name": name,
         "settings": settings,
         "model": fingerprint(str(model)),
         "validations": [
             rounded({key.removeprefix("validation/"): value for key, value in entry.items()})
             for entry in validation.history
         ],
-        "held_back": len(held_back),
-        "test": test_figures(final, tests),
-        "steps": columns(trainer.state.log_history, clock.seconds),
+        "held_back": len(found.held_back),
+        **{key: test_figures(final, rows, found.right) for key, (final, rows) in tests.items()},
+        "steps": steps,
         # Which of a generation's completions a step takes is drawn after sampling them, so it may differ where
         # transformers generates
         "prompts": trainer.prompt_hashes(),
@@ -288,20 +357,29 @@ def work(
             {
                 "start": started,
                 "train": clock.seconds[-1] if clock.seconds else 0.0,
-                "validation": validation.seconds,
-                "test": final.seconds,
-                "total": time.perf_counter() - begin,
+                "validation": validation.seconds + before.get("validation", 0.0),
+                "test": sum(final.seconds for final, _ in tests.values()),
             }
         ),
         "attempt": attempt,
         **environment(),
     }
-    draft = results / f"{name}.json.part"
-    draft.write_text(json.dumps(result, separators=(",", ":")).replace('],"', '],\n"') + "\n")
-    draft.rename(results / f"{name}.json")
+    return joined(first, result) if first else result
 
 
-def build(settings: dict[str, Any], model: str, train, folder: str) -> Any:
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """A resumed run: the trainer's log is whole, since its checkpoint has it; the rest is of one half each."""
+    half = len(first["steps"]["seconds"])
+    steps = {
+        name: first["steps"][name] + values if name == "seconds" or name.startswith("memory/") else values
+        for name, values in second["steps"].items()
+    }
+    both = {name: first[name] + second[name] for name in ("validations", "prompts", "prompts_of_generations")}
+    of_first = {"steps": half, "peak_gib": first["hardware"]["peak_gib"], "seconds": first["seconds"]}
+    return {**second, **both, "steps": steps, "first_half": of_first}
+
+
+def build(settings: dict[str, Any], model: str, found: Problems, folder: str) -> Any:
     """The trainer of a run."""
     # Some versions of cuDNN make gradients of NaN at some lengths (docs/faq.md)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -322,9 +400,9 @@ def build(settings: dict[str, Any], model: str, train, folder: str) -> Any:
         others["optimizers"] = (muon_and_adamw(policy, args.learning_rate), None)
     return recorded(
         model=policy,
-        reward_funcs=[gsm8k_reward, format_reward] if settings["format_weight"] else [gsm8k_reward],
+        reward_funcs=[found.reward, format_reward] if settings["format_weight"] else [found.reward],
         args=args,
-        train_dataset=train,
+        train_dataset=found.train,
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         **others,
     )
@@ -333,12 +411,12 @@ def build(settings: dict[str, Any], model: str, train, folder: str) -> Any:
 # What is left behind
 
 
-def test_figures(final: Validation, tests) -> dict[str, Any]:
+def test_figures(final: Validation, tests, reward: Reward) -> dict[str, Any]:
     """Accuracy on the test problems, and which were right: a bit per problem, in hexadecimal, the first one first."""
     (texts,) = final.completions.values()
     completions = [[{"role": "assistant", "content": text}] for text in texts]
-    rewards = gsm8k_reward(completions=completions, answer=tests["answer"])
-    right = [reward == 1 for reward in rewards]
+    columns = {name: tests[name] for name in tests.column_names if name != "prompt"}
+    right = [reward == 1 for reward in reward(completions=completions, **columns)]
     figures = final.history[-1]
     return {
         "accuracy": sum(right) / len(right),

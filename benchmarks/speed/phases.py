@@ -214,7 +214,7 @@ def train(method: str, options: argparse.Namespace) -> dict[str, Any]:
     from transformers import PrinterCallback, TrainerCallback, set_seed
 
     settings = settings_of(method, options)
-    prompts, _, _ = training_run.problems(settings["task"], options.data, settings["held_back"], 1)
+    problems = training_run.problems({**settings, "test": 1}, options.data)
     model = options.model
     if model is None:
         import embedded
@@ -241,7 +241,7 @@ def train(method: str, options: argparse.Namespace) -> dict[str, Any]:
             print(f"{method}, step {state.global_step}: {line(steps[-1])}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = training_run.build(settings, str(model), prompts, folder)
+        trainer = training_run.build(settings, str(model), problems, folder)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StepEnds())
         backward, training_step = trainer.accelerator.backward, trainer.training_step

@@ -68,6 +68,23 @@ def test_runs_at_the_best_rate_wait_for_the_whole_grid_and_have_that_of_the_best
     assert [(entry.method, entry.given["seed"]) for entry in waiting] == [("fisher", 1), ("fisher", 2)]
 
 
+def test_each_task_has_the_best_rate_of_its_own_runs(module):
+    def group(name, rate, seeds, **more):
+        over = {"seed": seeds, "task": ["gsm8k", "sums"], **rate, "method": ["fisher"]}
+        return {"group": name, "over": over, **more}
+
+    rates = {"learning_rate": [1e-6, 2e-6]}
+    seeds = group("seeds", {}, [1], rates_of="rates", **{"with": {"learning_rate": "best"}})
+    matrix = module.Matrix(small([group("rates", rates, [0]), seeds]))
+    scores = {("gsm8k", "1e-6"): 0.3, ("gsm8k", "2e-6"): 0.1, ("sums", "1e-6"): 0.2, ("sums", "2e-6"): 0.4}
+    finished = {f"fisher-task{task}-lr{rate}-seed0": result(score) for (task, rate), score in scores.items()}
+    names = [run.name for run in matrix.runs(finished, ["seeds"])]
+    assert names == ["fisher-taskgsm8k-lr1e-6-seed1", "fisher-tasksums-lr2e-6-seed1"]
+    del finished["fisher-tasksums-lr1e-6-seed0"]
+    known, waiting = matrix.runs(finished, ["seeds"])
+    assert known.name == names[0] and waiting.given["task"] == "sums"
+
+
 def test_what_a_run_takes_is_known_from_runs_made_like_it(module):
     def took(task, steps, parallel, total, train, microbatch=4):
         settings = {"task": task, "steps": steps, "microbatch": microbatch}
@@ -153,6 +170,32 @@ def test_plain_steps_and_what_stands_beside_them_differ_in_nothing_else(matrix):
     for group, own in (("long_grpo", long), ("larger_grpo", larger), ("sgd", interacting)):
         (grpo,) = settings(group)
         assert apart(own, grpo) == of_rule - ({"optimizer"} if group == "sgd" else set())
+
+
+def test_other_tasks_are_learned_in_the_same_way_as_gsm8k(matrix):
+    def by_task(group):
+        entries = [entry for entry in matrix.entries if entry.group == group and entry.given.get("seed") in (0, None)]
+        runs = [matrix.run(e, 1e-6 if e.given["learning_rate"] == "best" else None).settings for e in entries]
+        return {run["task"]: {k: v for k, v in run.items() if k != "learning_rate"} for run in runs}
+
+    best = by_task("long")["gsm8k"]
+    tasks, beside, long = by_task("tasks"), by_task("tasks_grpo"), by_task("tasks_long")
+    (furthest,) = long
+    assert set(tasks) == set(beside) == set(by_task("rates_tasks")) and furthest in tasks and len(tasks) == 3
+    of_rule = {"method", "rule", "scale", "regularization", "target_kl", "trainer", "optimizer"}
+    for task, run in tasks.items():
+        own = matrix.content["tasks"][task]
+        apart = {key for key in run.keys() | best.keys() if run.get(key) != best.get(key)}
+        assert apart <= {"task", "target_kl", "steps", "validate_at", *own}
+        assert run["steps"] == run["validate_at"][-1] == 100 and run["target_kl"] == "auto"
+        apart = {key for key in run.keys() | beside[task].keys() if run.get(key) != beside[task].get(key)}
+        assert apart == of_rule
+    for group, more in (("tasks_long", set()), ("resumed", {"resume_at"})):
+        run = by_task(group)[furthest]
+        apart = {key for key in run.keys() | tasks[furthest].keys() if run.get(key) != tasks[furthest].get(key)}
+        assert apart == {"steps", "validate_at"} | more and run["validate_at"][-1] == run["steps"]
+    multiples = {entry.given["auto_times"] for entry in matrix.entries if entry.group == "tasks_targets"}
+    assert multiples == {0.25, 0.5, 2, 4}
 
 
 def test_methods_that_are_compared_have_the_same_rates_and_the_seeds_that_the_questions_ask_for(matrix):

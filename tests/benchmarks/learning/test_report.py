@@ -599,6 +599,88 @@ def test_plain_steps_with_momentum_of_other_lengths_and_models_stand_beside_grpo
     assert list(rows_of(page, "1.5B: learning rates")) == ["`grpo`"]
 
 
+# Other tasks
+
+
+TASK = next(group for group in CONTENT["groups"] if group["group"] == "start_tasks")["over"]["task"][0]
+
+
+def of_task(name, draw, settings=None, worse=0.0):
+    """A run of the matrix, of another task than GSM8K."""
+    result = made_up("fisher", 2e-6, 0, draw, worse)
+    settings = settings or settings_of_the_matrix()[name]
+    lengths = [40.0 + step for step in range(settings["steps"])]
+    return result | {
+        "name": name,
+        "settings": settings,
+        "steps": result["steps"] | {"completions/mean_length": lengths},
+    }
+
+
+def started_task(draw):
+    name = f"start-task{TASK}"
+    return of_task(name, draw) | {"validations": [{"step": 0, "accuracy": 0.15}]}
+
+
+def tasks_runs(draw):
+    """Both rates of GRPO, of which the second is the better one; plain steps of three seeds; and multiples of auto."""
+    ends = [f"task{TASK}-lr1e-1-seed{seed}" for seed in (0, 1, 2)]
+    rates = [
+        of_task(f"grpo-task{TASK}-lr{rate}-seed0", draw, worse=0.1 * (rate == "1e-6")) for rate in ("1e-6", "2e-6")
+    ]
+    plain_steps = [of_task(f"plain_interacting-targetauto-{end}", draw) for end in ends]
+    times = [of_task(f"plain_interacting-times{times}-targetauto-{ends[0]}", draw) for times in (0.25, 4)]
+    return rates, plain_steps, times
+
+
+def test_other_tasks_have_a_section_each_where_there_are_runs_of_them(page_of):
+    draw = random.Random(21)
+    assert "## Task" not in page_of(START) and "automatic target" not in page_of(START)
+    assert "## Task" not in page_of(START, started_task(draw))  # a start alone says nothing
+    rates, plain_steps, times = tasks_runs(draw)
+    start = started_task(draw)
+    start["human_eval"] = {"accuracy": 0.25}
+    plain_steps[1]["human_eval"] = {"accuracy": 0.5}
+    page = page_of(START, start, *rates, *plain_steps, *times)
+    assert re.findall("^## Task: (.*)$", page, flags=re.M) == [TASK, f"{TASK}, learning rates of GRPO"]
+    section = section_of(page, f"Task: {TASK}")
+    courses, beside = map(rows_of_table, re.split(r"^(?=\| method)", section, flags=re.M)[1:])
+    labels = [f"plain_interacting, target {length}" for length in ("auto", "0.25 × auto", "4 × auto")]
+    assert list(courses) == list(beside) == ["grpo, 2e-6", *labels]
+    assert numbers(courses[labels[0]]["test accuracy"]) == spread([points(run) for run in plain_steps])
+    (difference,) = rounded(points(plain_steps[0]) - points(rates[1])).expected
+    assert f"{difference:+.1f}" in beside[labels[0]]["accuracy, difference from `grpo` in points"]
+    assert f"{points(start):.1f} % of {PROBLEMS} test problems, 15.0 % of 512" in section
+    assert "HumanEval" in section and "before training: 25.0 %" in section and f"{labels[0]}: 50.0 %, n = 1" in section
+    assert "-seed1`" in section and "taskcode" not in section  # of GRPO, and of this task alone
+    row = rows_of(page, f"Task: {TASK}, learning rates of GRPO")["`grpo`"]
+    assert row["2e-6"].startswith("**") and not row["1e-6"].startswith("**")
+
+
+def test_multiples_of_the_automatic_target_stand_side_by_side_with_the_completions_lengths(page_of):
+    rates, plain_steps, times = tasks_runs(random.Random(22))
+    rows = rows_of(page_of(*plain_steps, *times), "Multiples of the automatic target")
+    steps = plain_steps[0]["settings"]["steps"]
+    assert list(rows) == [TASK] and numbers(rows[TASK]["tokens"]) == rounded(44.5, 40 + steps - 5.5, to=1)
+    for column, run in zip(("0.25 times", "1 times", "4 times"), (times[0], plain_steps[0], times[1]), strict=True):
+        assert numbers(rows[TASK][column]) == rounded(points(run), last_kl(run))
+
+
+def test_a_resumed_run_shows_its_memory_before_and_after(page_of):
+    draw = random.Random(23)
+    name = next(name for name in settings_of_the_matrix() if "-resumed" in name)
+    run = of_task(name, draw)
+    half, steps = run["settings"]["resume_at"], run["settings"]["steps"]
+    run["first_half"] = {"steps": half, "peak_gib": 17.0}
+    run["hardware"] = {**run["hardware"], "peak_gib": 18.0}
+    run["steps"]["memory/host"] = [1.0] * half + [3.0] * (steps - half)
+    section = section_of(page_of(run), "A long run, resumed")
+    assert "17.00 and 18.00" in section
+    row = rows_of_table(section)["host"]
+    assert list(row.values()) == ["host", "1.000", "1.000", "3.000", "3.000"]
+    assert list(row)[1:] == ["steps 1 to 10", f"steps {half - 9} to {half}", *list(row)[3:]]
+
+
 # The Fisher norm
 
 

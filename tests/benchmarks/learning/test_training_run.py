@@ -1,9 +1,15 @@
 """What a run of the learning benchmark trains with, against what the matrix says of it."""
 
+import json
+import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from isopo_trl import ISOPOConfig
+from isopo_trl.step_size import completion_length
+from tests import tiny
 
 
 PLAIN = ("plain", "plain_targets", "plain_momentum", "rates_sgd", "long", "larger")
@@ -48,3 +54,77 @@ def test_every_run_of_the_matrix_is_configured_as_it_says(importable, tmp_path):
         assert args.model_init_kwargs == {"dtype": dtype}, run.name
     clipped = next(run.settings for run in runs if run.method == "grpo") | {"epsilon": 0.1}
     assert configuration(clipped, str(tmp_path)).epsilon == 0.1
+
+
+@pytest.fixture
+def run(importable, tmp_path, monkeypatch):
+    """Make a run with a tiny model, and return its file: a resumed one, too, whose first half is made right here."""
+    import matrix
+    import training_run
+
+    rows = tiny.conversational_prompts(12)
+    splits = [rows.select(range(*ends)) for ends in ((0, 8), (8, 10), (10, 12))]
+    found = training_run.Problems(*splits, tiny.reward, tiny.reward)
+    monkeypatch.setattr(training_run, "problems", lambda settings, data: found)
+    for name in ("AUTO", "AUTO_PLAIN"):  # which a run changes for the rest of its process
+        monkeypatch.setattr(completion_length, name, getattr(completion_length, name))
+    model = tiny.save(tmp_path / "model", "qwen3")
+    base = matrix.Matrix.read(FOLDER / "matrix.yaml", smoke=True)
+    (entry, *_) = (entry for entry in base.entries if entry.group == "resumed")
+
+    def make(name, **changed):
+        results = tmp_path / name
+        results.mkdir()
+        settings = base.run(entry).settings | {"steps": 4, "validate_at": [2, 4], "max_tokens": 6} | changed
+        settings = {key: value for key, value in settings.items() if value is not None}
+
+        def first_half(of_half):
+            training_run.work(name, of_half, model, None, results, 1)
+
+        monkeypatch.setattr(training_run, "run_first_half", first_half)
+        training_run.work(name, settings, model, None, results, 1)
+        assert [path.name for path in results.iterdir()] == [f"{name}.json"]
+        return json.loads((results / f"{name}.json").read_text())
+
+    return make
+
+
+def test_a_resumed_run_is_the_run_that_was_not_broken_off(run):
+    whole, resumed = run("whole", resume_at=None), run("resumed", resume_at=2)
+    assert resumed["first_half"]["steps"] == 2 and "first_half" not in whole
+    assert any(whole["steps"]["grad_norm"]) and resumed["steps"]["step"] == [1, 2, 3, 4]
+    for name in ("prompts", "prompts_of_generations", "test", "held_back", "model"):
+        assert resumed[name] == whole[name], name
+    for name in ("reward", "grad_norm", "learning_rate", "step/kl", "completions/mean_length"):
+        assert resumed["steps"][name] == pytest.approx(whole["steps"][name], rel=1e-4), name
+    for one, other in zip(resumed["validations"], whole["validations"], strict=True):
+        one, other = ({key: figures[key] for key in ("step", "accuracy", "length", "kl")} for figures in (one, other))
+        assert one == pytest.approx(other, rel=1e-3)
+    seconds, memory = (resumed["steps"][name] for name in ("seconds", "memory/host"))
+    assert len(memory) == 4 and min(memory) > 0 and seconds == sorted(seconds)
+    assert seconds[2] > resumed["first_half"]["seconds"]["train"]
+
+
+def test_a_run_is_resumed_after_a_whole_generation_alone(run):
+    with pytest.raises(ValueError, match="end of a generation"):
+        run("broken", resume_at=1, steps_per_generation=2)
+
+
+def test_a_multiple_of_the_automatic_target_makes_steps_of_that_many_times_the_length(run):
+    usual = completion_length.AUTO_PLAIN
+    steps = run("longer", resume_at=None, auto_times=4)["steps"]
+    assert completion_length.AUTO_PLAIN == 4 * usual
+    # A step of the right length is found in the first step, to within 10 %
+    lengths = [kl for kl in steps["step/kl_per_completion"] if kl]
+    assert lengths and lengths[0] == pytest.approx(4 * usual, rel=0.15)
+
+
+def test_the_first_half_has_this_process_s_command_line_with_its_own_settings(importable, tmp_path, monkeypatch):
+    import training_run
+
+    said = tmp_path / "said"
+    script = tmp_path / "script.py"
+    script.write_text(f"import json, sys\nopen({str(said)!r}, 'w').write(json.dumps(sys.argv[1:]))\n")
+    monkeypatch.setattr(sys, "argv", [str(script), "work", "--name", "a", "--settings", "{}", "--model", "m"])
+    training_run.run_first_half({"folder": "there"})
+    assert json.loads(said.read_text()) == ["work", "--name", "a", "--settings", '{"folder": "there"}', "--model", "m"]
