@@ -400,9 +400,8 @@ def carry_out(
 class Progress(ProgressTable):
     """The table of a run, with the reward that is validated beside the total where there are others."""
 
-    def __init__(self, trainer: GRPOTrainer, reward: str, meaning: str = "right", more: dict[str, str] | None = None):
-        of_others = {meaning: f"rewards/{reward}/mean"} if len(trainer.reward_funcs) > 1 else {}
-        super().__init__(trainer, of_others | (more or {}))
+    def __init__(self, trainer: GRPOTrainer, reward: str, meaning: str = "right"):
+        super().__init__(trainer, {meaning: f"rewards/{reward}/mean"} if len(trainer.reward_funcs) > 1 else None)
         self.reward = reward  # name of the one that is validated
         self.begun = False  # whether training has, on this rank
 
@@ -426,9 +425,9 @@ def plan(trainer: GRPOTrainer, validation: ValidationCallback | None, resume: st
         lines.append(
             f"Validation with {len(validation.dataset)} problems that are not trained on: before the first step, "
             f"every {validation.steps} steps, and after the last."
-            + " Drift is the KL divergence from the start, in nats per completion."
-            * bool(validation.kl_prompts)
         )
+        if validation.kl_prompts:
+            lines.append("Drift is the KL divergence from the start, in nats per completion.")
     if args.save_strategy == "steps":
         lines.append(
             f"Checkpoints are saved to {args.output_dir} every {args.save_steps:g} steps; --resume_from_checkpoint "
