@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from typing import Any
 
 import datasets
@@ -27,12 +26,13 @@ from accelerate.utils import get_int_from_env, is_peft_model
 from jinja2 import TemplateError
 from preflight import check_machine, check_model, checkpoint, in_short
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.settings.ranges import verify_ranges
-from isopo_trl.validation import ValidationCallback
+from isopo_trl.validation import ProgressTable, ValidationCallback, draw
+from isopo_trl.validation.curves import PICTURE, in_text
 
 
 TRAINERS = ("isopo", "reinforce", "grpo")
@@ -148,8 +148,8 @@ def say(text: str = "") -> None:
 
 
 def one_voice() -> None:
-    """Let the bars of libraries be those of one rank: the others load the same."""
-    if rank(local=True):
+    """Let the bars of libraries be those of one rank, since the others load the same, and of a terminal."""
+    if rank(local=True) or not sys.stderr.isatty():
         datasets.disable_progress_bars()
         huggingface_hub.utils.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
@@ -341,9 +341,7 @@ def follow(
     trainer: GRPOTrainer, script_args: RunArguments, held_out, reward: Callable[..., list[float | None]], meaning: str
 ) -> tuple["Progress", ValidationCallback | None]:
     """What shows the run as it goes, and what validates it, both added to the trainer."""
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    progress = Progress(reward.__name__, meaning)
+    progress = Progress(trainer, reward.__name__, meaning)
     trainer.add_callback(progress)
     if not script_args.validation_size:
         return progress, None
@@ -399,35 +397,17 @@ def carry_out(
 # What is shown
 
 
-class Progress(ProgressCallback):
-    """The usual bar, and one short line per log in place of all metrics."""
+class Progress(ProgressTable):
+    """The table of a run, with the reward that is validated beside the total where there are others."""
 
-    def __init__(self, reward: str, meaning: str = "right"):
-        super().__init__()
-        self.reward = reward  # name of the one that is shown
-        self.meaning = meaning  # of its mean
+    def __init__(self, trainer: GRPOTrainer, reward: str, meaning: str = "right"):
+        super().__init__(trainer, {meaning: f"rewards/{reward}/mean"} if len(trainer.reward_funcs) > 1 else None)
+        self.reward = reward  # name of the one that is validated
         self.begun = False  # whether training has, on this rank
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         self.begun = True
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        bar = self.training_bar
-        write = print if bar is None else bar.write  # the last validation may come after the bar
-        if "validation/accuracy" in logs:
-            kl = f", KL from the start {logs['validation/kl']:.3f}" if "validation/kl" in logs else ""
-            write(f"step {state.global_step:4}  validation: {logs['validation/accuracy']:.1%} {self.meaning}{kl}")
-            if bar is not None:
-                bar.unpause()  # the time that is left is that of steps
-        elif "reward" in logs and "train_runtime" not in logs:
-            mean = logs.get(f"rewards/{self.reward}/mean", float("nan"))
-            write(
-                f"step {state.global_step:4}  reward {logs['reward']:6.3f}   {self.meaning} {mean:6.1%}   "
-                f"{logs['completions/mean_length']:5.0f} tokens   {logs['step_time']:6.1f} s"
-            )
 
 
 def plan(trainer: GRPOTrainer, validation: ValidationCallback | None, resume: str | bool | None) -> str:
@@ -446,6 +426,8 @@ def plan(trainer: GRPOTrainer, validation: ValidationCallback | None, resume: st
             f"Validation with {len(validation.dataset)} problems that are not trained on: before the first step, "
             f"every {validation.steps} steps, and after the last."
         )
+        if validation.kl_prompts:
+            lines.append("Drift is the KL divergence from the start, in nats per completion.")
     if args.save_strategy == "steps":
         lines.append(
             f"Checkpoints are saved to {args.output_dir} every {args.save_steps:g} steps; --resume_from_checkpoint "
@@ -503,8 +485,19 @@ def report(
             say(f"  {prompt.splitlines()[-1]}\n    before: {old!r}\n    after:  {new!r}")
     if advice := hint(lines, progress.reward, elsewhere):
         say(f"\n{advice}")
-    if lines and validation is not None and find_spec("matplotlib") is not None:
-        say(f"\nCurves: {validation.picture}")
+    if lines and rank() == 0:
+        say(f"\n{curves(trainer)}")
+
+
+def curves(trainer: GRPOTrainer) -> str:
+    """Where the curves of the run have been drawn; the curves themselves, in text, where that cannot be done."""
+    log, picture = trainer.state.log_history, os.path.join(trainer.args.output_dir, PICTURE)
+    try:
+        os.makedirs(trainer.args.output_dir, exist_ok=True)
+        draw({type(trainer).__name__.removesuffix("Trainer"): log}, picture)
+    except (ImportError, OSError):  # no matplotlib, or a full disk
+        return f"Curves, from the first value to the last:\n{in_text(log)}"
+    return f"Curves: {picture}"
 
 
 def refuse(script: str, text: str, error: Exception) -> int:

@@ -19,7 +19,7 @@ It takes 500 steps unless `--max_steps` or `--num_train_epochs` says otherwise, 
 
 Arguments are those of `ISOPOConfig`, of TRL's `ModelConfig` and the ones below, on the command line or in a YAML file
 (`--config`). `--trainer grpo` or `reinforce` trains the same way with another method; `isopo-compare` draws runs side
-by side. The output folder gets the model and its card, `validation.png` and `trainer_state.json`.
+by side. The output folder gets the model and its card, `curves.png` and `trainer_state.json`.
 """
 
 import math

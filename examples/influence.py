@@ -180,9 +180,7 @@ def train(settings: dict[str, Any], data: Any, tokenizer: Any) -> ISOPOTrainer:
     trainer = built(arguments, data, tokenizer)
     trainer.isopo.hold(None)  # refused where the rule has a direction of its own
     if settings["steps_before"]:
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
-        trainer.add_callback(example_run.Progress(gsm8k.correctness(arguments[0]).__name__))
+        trainer.add_callback(example_run.Progress(trainer, gsm8k.correctness(arguments[0]).__name__))
         trainer.train()
     trainer.isopo.detach()
     return trainer

@@ -32,12 +32,12 @@ from command_line import Parser
 from datasets import Dataset
 from peft import get_peft_model
 from preflight import check_machine, check_model, checkpoint
-from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback
+from transformers import AutoModelForCausalLM
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.gsm8k import gsm8k_reward
-from isopo_trl.validation import ValidationCallback
+from isopo_trl.validation import ProgressTable, ValidationCallback
 
 
 # SmolLM2's own template has no tools. As TRL needs it, earlier messages read the same whatever follows them
@@ -238,16 +238,6 @@ def load(args: ISOPOConfig, model_args: ModelConfig) -> tuple[torch.nn.Module, A
     return model if adapter is None else get_peft_model(model, adapter), tokenizer
 
 
-class Progress(example_run.Progress):
-    """One line per step, with the calls."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        super().on_log(args, state, control, logs, **kwargs)
-        if state.is_world_process_zero and "calls/tried" in logs:
-            write = print if self.training_bar is None else self.training_bar.write
-            write(f"{'calls':>11} {logs['calls/tried']:7.1%}   valid {logs['calls/valid']:6.1%}")
-
-
 def build(script_args: ToolsArguments, args: ISOPOConfig, model: torch.nn.Module, tokenizer: Any) -> ISOPOTrainer:
     trainer = ISOPOTrainer(
         model=model,
@@ -257,9 +247,7 @@ def build(script_args: ToolsArguments, args: ISOPOConfig, model: torch.nn.Module
         processing_class=tokenizer,
         tools=[calculator],
     )
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    trainer.add_callback(Progress(right_number.__name__))
+    trainer.add_callback(ProgressTable(trainer, {"calls": "calls/tried", "valid": "calls/valid"}))
     if script_args.validation_size:
         held_out = products("test").select(range(script_args.validation_size))
         trainer.add_callback(
@@ -286,6 +274,8 @@ def main(arguments: list[str]) -> int:
     start = time.monotonic()
     trainer.train(resume_from_checkpoint=resume)
     example_run.say(f"\n{trainer.state.global_step} steps in {(time.monotonic() - start) / 60:.1f} minutes.")
+    if trainer.is_world_process_zero():
+        example_run.say(example_run.curves(trainer))
     trainer.save_state()
     trainer.save_model()
     example_run.say(f"Model: {args.output_dir}")

@@ -21,13 +21,12 @@ from ..rewards.functions import rewards as checked_rewards
 from ..trl_seam.generation import Generated, generate_completions, is_vision_model
 from ..trl_seam.rewards import get_callable_name
 from .completions import decoding, log_probabilities, own_tokens
-from .curves import STATE, draw
+from .curves import PICTURE, STATE, draw
 from .initial_policy import InitialPolicy, kl_estimates
+from .progress import hides_bars
 
 
 logger = get_logger(__name__)
-
-PICTURE = "validation.png"
 
 
 class ValidationCallback(TrainerCallback):
@@ -40,11 +39,11 @@ class ValidationCallback(TrainerCallback):
     - `validation/length`: mean number of tokens of the greedy completions; what tools wrote does not count.
 
     They go to the trainer's log, after what the step itself has logged, and so to whatever `report_to` names; the
-    curves are drawn to `validation.png` in the output folder, beside the log itself (`trainer_state.json`, which
+    curves are drawn to `curves.png` in the output folder, beside the log itself (`trainer_state.json`, which
     `isopo-compare` reads), then and when training ends. Completions come from the trainer's own generation, with its
-    tools, environments and vLLM, and the random streams of training are left alone (but for vLLM's own). A bar counts
-    them, unless `disable_tqdm` is set. Where the files cannot be written, on a full disk for example, that is said
-    once and training goes on.
+    tools, environments and vLLM, and the random streams of training are left alone (but for vLLM's own). On a
+    terminal a bar counts them, unless `disable_tqdm` is set. Where the files cannot be written, on a full disk for
+    example, that is said once and training goes on.
 
     The KL divergence is that of completions sampled from the policy, `sum_t (exp(d_t) - 1 - d_t)` with `d_t = log
     pi_initial - log pi` at each of their tokens: never negative, zero at the start, and unbiased where nothing but the
@@ -198,7 +197,7 @@ class ValidationCallback(TrainerCallback):
 
     def _bar(self, total: int) -> tqdm:
         """Of completions, on all ranks together; gone when it is full."""
-        hidden = self.trainer.args.disable_tqdm or not self.trainer.is_world_process_zero()
+        hidden = hides_bars(self.trainer.args) or not self.trainer.is_world_process_zero()
         return tqdm(total=total, desc="validation", unit="completion", leave=False, dynamic_ncols=True, disable=hidden)
 
     def _advance(self, bar: tqdm, real: list[bool]) -> None:

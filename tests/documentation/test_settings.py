@@ -12,7 +12,7 @@ from pathlib import Path
 from trl import GRPOConfig
 
 from isopo_trl import ISOPO, ISOPOConfig, gsm8k
-from isopo_trl.validation import MovedWeights, ValidationCallback
+from isopo_trl.validation import MovedWeights, ProgressTable, ValidationCallback
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
@@ -54,7 +54,7 @@ def code():
         if name not in before or field.default != before[name].default
     }
     members = {**public(ISOPO), **public(gsm8k), "ValidationCallback": ValidationCallback}
-    members["MovedWeights"] = MovedWeights
+    members |= {"MovedWeights": MovedWeights, "ProgressTable": ProgressTable}
     return fields | {name: [first_sentence(member)] for name, member in members.items()}
 
 

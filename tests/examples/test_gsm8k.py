@@ -1,5 +1,6 @@
 """`examples/gsm8k.py`: what it chooses, what it leaves behind, and one sentence for whatever cannot work."""
 
+import io
 import json
 import os
 import re
@@ -19,13 +20,13 @@ from accelerate import PartialState
 from accelerate.commands import launch
 from accelerate.state import AcceleratorState
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from transformers import TrainerState
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
 from isopo_trl.gsm8k import gsm8k_reward, strict_gsm8k_reward
 from isopo_trl.gsm8k.data import INSTRUCTION
 from isopo_trl.rules.registry import rule_names, rule_settings
+from isopo_trl.validation.curves import MARKS, curve, sparkline
 from tests import tiny
 
 
@@ -68,6 +69,12 @@ def built(gsm8k, arguments):
     return gsm8k.build(script_args, args, model_args, train, tokenizer, *gsm8k.rewards(script_args))
 
 
+def shown(output):
+    """Rows of the table: the step, and what it is a row of. That of a step ends in the trend."""
+    rows = re.findall(r"^ *(\d+)/\d+  .*?(.)$", output, re.MULTILINE)
+    return [(step, "step" if last in MARKS else "validation") for step, last in rows]
+
+
 # A run
 
 
@@ -76,7 +83,7 @@ def test_a_run_leaves_model_card_log_and_picture(gsm8k, given, tmp_path, capfd, 
     arguments = [*given, f"--output_dir={tmp_path}", f"--trainer={trainer}", "--validation_steps=2"]
     assert gsm8k.main(arguments) == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"model.safetensors", "README.md", "trainer_state.json", "validation.png"} <= names
+    assert {"model.safetensors", "README.md", "trainer_state.json", "curves.png"} <= names
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2]
     assert [line["step"] for line in log if "reward" in line] == [1, 2]
@@ -87,8 +94,9 @@ def test_a_run_leaves_model_card_log_and_picture(gsm8k, given, tmp_path, capfd, 
     for words in ("as given", "validation accuracy", "KL from the start", "time per step", "before:", "after:"):
         assert words in printed.out, words
     assert "Training all weights by " in printed.out and "2 steps of 4 completions" in printed.out
-    shown = re.findall(r"step +(\d)  (validation|reward)", printed.out + printed.err)
-    assert shown == [("0", "validation"), ("1", "reward"), ("2", "reward"), ("2", "validation")]
+    assert shown(printed.out) == [("0", "validation"), ("1", "step"), ("2", "step"), ("2", "validation")]
+    assert f"Curves: {tmp_path / 'curves.png'}\n" in printed.out
+    assert not {"\x1b", "\r"} & set(printed.out + printed.err)  # which would be nonsense in a file
 
 
 def test_a_run_that_was_broken_off_goes_on_from_its_last_checkpoint(gsm8k, given, tmp_path, capfd):
@@ -99,11 +107,7 @@ def test_a_run_that_was_broken_off_goes_on_from_its_last_checkpoint(gsm8k, given
     printed = capfd.readouterr()
     assert "goes on from the last checkpoint" in printed.out
     # The last validation is shown, too, though its step is not one of those that are validated in passing
-    assert re.findall(r"step +(\d)  (validation|reward)", printed.out + printed.err) == [
-        ("1", "validation"),
-        ("2", "reward"),
-        ("2", "validation"),
-    ]
+    assert shown(printed.out) == [("1", "validation"), ("2", "step"), ("2", "validation")]
 
 
 def test_accelerate_launch_with_lora_and_a_yaml_file(given, tmp_path, monkeypatch):
@@ -160,7 +164,7 @@ def test_without_arguments_the_embedded_model_is_trained(gsm8k, tmp_path, capfd,
     assert "Calculate 12 - 6." in card  # what it was trained for
     assert "validation accuracy" in said and "Calculate" in said
     assert "huggingface.co/datasets" not in (tmp_path / "README.md").read_text()
-    assert {"adapter_model.safetensors", "validation.png", "README.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_model.safetensors", "curves.png", "README.md"} <= {path.name for path in tmp_path.iterdir()}
 
 
 # What the arguments mean
@@ -330,19 +334,28 @@ def test_one_process_on_a_cpu_has_all_cores_under_accelerate_too(gsm8k, example_
 # What is shown
 
 
-def test_the_time_of_a_validation_is_none_of_steps(example_run, capfd):
-    state = TrainerState(max_steps=3, is_world_process_zero=True)
-    progress = example_run.Progress("gsm8k_reward")
-    progress.on_train_begin(None, state, None)
-    bar = progress.training_bar
-    for name in ("start_t", "last_print_t"):
-        setattr(bar, name, getattr(bar, name) - 1000)  # so long did the first validation take
-    assert bar.format_dict["elapsed"] >= 1000
-    progress.on_log(None, state, None, logs={"validation/accuracy": 0.5})
-    assert bar.format_dict["elapsed"] < 900
-    progress.on_train_end(None, state, None)
-    progress.on_log(None, state, None, logs={"validation/accuracy": 0.25})
-    assert "25.0% right" in capfd.readouterr().out
+def test_where_no_picture_can_be_drawn_the_report_ends_with_curves_in_text(gsm8k, given, tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not there
+    assert gsm8k.main([*given, f"--output_dir={tmp_path}", "--validation_size=0"]) == 0
+    report = capfd.readouterr().out.partition("Curves, from the first value to the last:\n")[2]
+    rewards = curve(json.loads((tmp_path / "trainer_state.json").read_text())["log_history"], "reward")[1]
+    assert report.splitlines()[0].split() == [
+        "training",
+        "reward",
+        f"{rewards[0]:.3g}",
+        sparkline(rewards),
+        f"{rewards[1]:.3g}",
+    ]
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_reward_beside_others_has_a_column_of_its_own(gsm8k, example_run, given, tmp_path, capfd):
+    for weight, titles in (("0.2", 1), ("0", 0)):
+        options = [f"--output_dir={tmp_path}", "--validation_size=0", f"--format_weight={weight}", "--max_steps=1"]
+        assert gsm8k.main([*given, *options]) == 0
+        assert len(re.findall("^ *step .* right  trend$", capfd.readouterr().out, re.MULTILINE)) == titles
+        assert (tmp_path / "curves.png").exists()
+        (tmp_path / "curves.png").unlink()
 
 
 def test_rewards_that_teach_nothing_get_a_hint(example_run):
@@ -502,7 +515,10 @@ def test_bad_arguments_give_one_sentence(gsm8k, given, tmp_path, capsys, monkeyp
     assert "stray is not an argument" in refused(gsm8k, capsys, [*given, "stray"])
 
 
-def test_ranks_speak_with_one_voice(example_run, capsys, monkeypatch):
+def test_ranks_speak_with_one_voice_and_bars_to_terminals(example_run, capsys, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
     for rank in ("0", "1"):
         for name in ("RANK", "LOCAL_RANK"):
             monkeypatch.setenv(name, rank)
@@ -517,6 +533,9 @@ def test_ranks_speak_with_one_voice(example_run, capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     example_run.one_voice()
     assert len(off) == 3
+    terminal.isatty = lambda: False
+    example_run.one_voice()
+    assert len(off) == 6
 
 
 def test_ranks_refuse_with_one_voice_and_the_launcher_has_it_last(example_run, tmp_path, capsys, monkeypatch):

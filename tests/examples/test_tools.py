@@ -1,6 +1,7 @@
 """`examples/tools.py`: a calculator that runs nothing but arithmetic, templates for TRL's tool loop, a run."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -149,6 +150,8 @@ def test_a_run_logs_calls_and_validates(tools, tokenizer, tmp_path, capfd):
     (line,) = (line for line in log if "reward" in line)
     assert line["calls/tried"] == line["calls/valid"] == line["tools/call_frequency"] == 0
     printed = capfd.readouterr()
-    assert "shown    1  loss " in printed.out and "calls    0.0%" in printed.out + printed.err
+    assert "shown    1  loss " in printed.out and (tmp_path / "out" / "curves.png").exists()
+    assert re.search(r"calls   valid  trend$", printed.out, re.MULTILINE), printed.out
+    assert re.search(r"^ *1/1 .*  0\.000   0\.000  .$", printed.out, re.MULTILINE), printed.out
     assert tools.main([*arguments, "--validation_size=201"]) == 2
     assert "tools.py: --shown_steps 1 must be at least 0" in capfd.readouterr().err

@@ -7,14 +7,14 @@ import struct
 from isopo_trl.validation.curves import CURVES
 
 
-REWARD, ACCURACY, KL = CURVES
+REWARD, _, ACCURACY, KL, STEP_KL, RATE = CURVES
 
 
 def log(*names, steps=3, shift=0.0):
     """A log as the trainer writes it: a line for the figures of training, one for those of validation."""
     lines = []
     for step in range(steps):
-        for kind in ([REWARD], [ACCURACY, KL]):
+        for kind in ([REWARD, STEP_KL, RATE], [ACCURACY, KL]):
             line = {name: shift + 0.1 * step + len(name) for name in kind if name in names}
             lines += [{**line, "epoch": step / 10, "step": step}] if line else []
     return [*lines, {"train_runtime": 1.0, "step": steps}]
@@ -31,7 +31,7 @@ def write(folder, lines, age=0):
 
 NOT_A_LOG = "is not a trainer_state.json of a Trainer"
 BROKEN = {
-    "no file": (None, "cannot be read"),
+    "no file": (None, "There is no "),
     "binary": (b"\xff\xfe\x00\x80", "cannot be read"),
     "broken": (b'{"log_history": [', NOT_A_LOG),
     "list": (b"[1, 2]", NOT_A_LOG),
@@ -39,8 +39,11 @@ BROKEN = {
     "null log": (b'{"log_history": null}', NOT_A_LOG),
     "log of text": (b'{"log_history": ["reward"]}', NOT_A_LOG),
     "line without step": (b'{"log_history": [{"reward": 1.0}]}', NOT_A_LOG),
-    "empty log": (b'{"log_history": []}', "has none of reward, validation/accuracy, validation/kl"),
-    "another trainer": (b'{"log_history": [{"loss": 1.0, "step": 1}]}', "has none of reward"),
+    "empty log": (b'{"log_history": []}', "has none of reward, eval_reward, validation/accuracy, .* but nothing"),
+    "another trainer": (
+        b'{"log_history": [{"loss": 1.0, "step": 1}]}',
+        "has none of reward, .* but loss: is it",
+    ),
 }
 
 
@@ -58,6 +61,6 @@ def png_size(path):
     return struct.unpack(">II", content[16:24])
 
 
-def legends(figure):
-    found = [*figure.legends, *(panel.get_legend() for panel in figure.axes)]
-    return {text.get_text() for legend in found if legend for text in legend.get_texts()}
+def names_of_lines(panel):
+    """The texts beside a panel."""
+    return [text for text in panel.texts if text.get_text()]

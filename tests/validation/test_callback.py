@@ -1,7 +1,9 @@
 """Validation while training: what is measured is what it says, and training does not notice."""
 
 import asyncio
+import io
 import json
+import sys
 
 import pytest
 import torch
@@ -68,15 +70,15 @@ def test_a_validation_is_logged_after_its_step_and_the_output_folder_has_log_and
     trainer.train()
     lines = [line for line in trainer.state.log_history if "reward" in line or FIGURES[0] in line]
     assert [line["step"] if "reward" in line else -line["step"] for line in lines] == expected
-    rewards, accuracies = (list(panel.lines[0].get_xdata()) for panel in figures[-1].axes)
+    rewards, accuracies, _ = (list(panel.lines[0].get_xdata()) for panel in figures[-1].axes)
     assert rewards == list(range(logging, 3, logging)) and accuracies == list(range(0, 3, steps))
-    assert callback.picture == str(folder / "validation.png") and png_size(folder / "validation.png")[0] > 500
+    assert callback.picture == str(folder / "curves.png") and png_size(folder / "curves.png")[0] > 500
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert "train_runtime" in log[-1] and log == trainer.state.log_history  # written again at the very end
 
 
 @pytest.mark.usefixtures("drawn")
-@pytest.mark.parametrize("file", ["validation.png", "trainer_state.json"])
+@pytest.mark.parametrize("file", ["curves.png", "trainer_state.json"])
 def test_training_goes_on_where_the_curves_cannot_be_written_which_is_said_once(file, tmp_path, caplog):
     (tmp_path / file).mkdir()  # cannot be opened, as on a full disk
     trainer, callback = validating(tmp_path, steps=1, max_steps=1, kl_prompts=0)
@@ -86,16 +88,21 @@ def test_training_goes_on_where_the_curves_cannot_be_written_which_is_said_once(
     assert str(tmp_path) in said and "Training goes on" in said
     (tmp_path / file).rmdir()
     callback.validate()
-    assert (tmp_path / "validation.png").is_file() and (tmp_path / "trainer_state.json").is_file()
+    assert (tmp_path / "curves.png").is_file() and (tmp_path / "trainer_state.json").is_file()
 
 
-def test_a_bar_counts_the_completions_of_a_validation_unless_bars_are_off(tmp_path, capfd):
-    for hidden in (False, True):
-        trainer, callback = validating(tmp_path, batch_size=2, kl_prompts=2, disable_tqdm=hidden)
-        shaken(trainer.model)
-        callback.validate()
-        said = capfd.readouterr().err
-        assert ("validation:" in said and "/5 [" in said) != hidden
+@pytest.mark.parametrize(("terminal", "disabled"), [(True, False), (True, True), (False, False)])
+def test_a_bar_counts_the_completions_of_a_validation_on_a_terminal_unless_bars_are_off(
+    terminal, disabled, tmp_path, monkeypatch
+):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    trainer, callback = validating(tmp_path, batch_size=2, kl_prompts=2, disable_tqdm=disabled)
+    shaken(trainer.model)
+    callback.validate()
+    said = shown.getvalue()
+    assert ("validation:" in said and "/5 [" in said) == (terminal and not disabled)
 
 
 # Training does not notice
