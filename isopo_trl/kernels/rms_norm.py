@@ -200,7 +200,7 @@ def forward(
     D = x.shape[-1]
     rows = x.numel() // D
     plan, of_output, of_factors = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
-    y = x.new_empty(x.shape, dtype=of_output)
+    y = torch.empty_like(x, dtype=of_output)
     if factors is None:
         scale = x.new_empty(rows, dtype=of_factors)
     else:
@@ -260,7 +260,7 @@ def backward(
     dtypes = (x.dtype, g.dtype, weight.dtype)
     sampled = samples is not None or into is not None
     plan, share = _backward_plan(m, T, H, D, flavour, sampled, aligned, dtypes, x.device)
-    dx = x.new_empty(x.shape)
+    dx = torch.empty_like(x)
     memory = functools.partial(scratch, x) if ledger is None else functools.partial(ledger.scratch, x, "norm")
     sums = memory(m, plan.grid[0], D)
     if into is not None:
