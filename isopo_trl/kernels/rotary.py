@@ -25,9 +25,9 @@ MOST_FEATURES = 2 * _ELEMENTS
 
 
 @jit()
-def _product(x, factor, ACC: tl.constexpr):
+def _product(x, factor, out, ACC: tl.constexpr):
     """Rounded, as a product of tensors is, and ready to be added."""
-    return (x.to(ACC) * factor.to(ACC)).to(x.dtype).to(ACC)
+    return (x.to(ACC) * factor.to(ACC)).to(out.dtype.element_ty).to(ACC)
 
 
 @jit()
@@ -37,13 +37,13 @@ def _rotate(x, out, row, stride, cos1, cos2, sin1, sin2, inside, HEADS, HALF, BA
         x1 = tl.load(x + at, mask=inside, other=0.0)
         x2 = tl.load(x + at + HALF, mask=inside, other=0.0)
         if BACK:
-            y1 = _product(x1, cos1, ACC) + _product(x2, sin2, ACC)
-            y2 = _product(x2, cos2, ACC) - _product(x1, sin1, ACC)
+            y1 = _product(x1, cos1, out, ACC) + _product(x2, sin2, out, ACC)
+            y2 = _product(x2, cos2, out, ACC) - _product(x1, sin1, out, ACC)
         else:
-            y1 = _product(x1, cos1, ACC) - _product(x2, sin1, ACC)
-            y2 = _product(x2, cos2, ACC) + _product(x1, sin2, ACC)
-        tl.store(out + at, y1.to(x1.dtype), mask=inside)
-        tl.store(out + at + HALF, y2.to(x1.dtype), mask=inside)
+            y1 = _product(x1, cos1, out, ACC) - _product(x2, sin1, out, ACC)
+            y2 = _product(x2, cos2, out, ACC) + _product(x1, sin2, out, ACC)
+        tl.store(out + at, y1.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at + HALF, y2.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["T", "q_b", "q_h", "q_t", "k_b", "k_h", "k_t", "cos_b"])
@@ -91,38 +91,46 @@ def _rotary_kernel(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    B: int, T: int, heads: tuple[int, int], D: int, back: bool, aligned: bool, dtype: torch.dtype, device: torch.device
+    B: int,
+    T: int,
+    heads: tuple[int, int],
+    D: int,
+    back: bool,
+    aligned: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> Plan:
     BD = power_of_two(D // 2)
     BT = part_of(_ELEMENTS, BD, T)
-    return Plan((-(-T // BT), B, 1), (*heads, D // 2, back, aligned, types_of(dtype)[0], BT, BD))
+    return Plan((-(-T // BT), B, 1), (*heads, D // 2, back, aligned, types_of(dtypes[0])[0], BT, BD))
 
 
 def rotated(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, back: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Queries and keys `[B, H, T, D]` turned by their positions' angles, or if `back`, the gradients of what was turned.
 
     Args:
         q, k (`torch.Tensor`): of one type, with as many heads each as they have, in any order of dimensions.
-        cos, sin (`torch.Tensor`): `[B or 1, T, D]`, contiguous, of the same type.
+        cos, sin (`torch.Tensor`): `[B or 1, T, D]`, contiguous, of one type.
+        dtype (`torch.dtype`): of the results, and of products.
     """
-    q, q_out = _with_output(q)
-    k, k_out = _with_output(k)
+    q, q_out = _with_output(q, dtype)
+    k, k_out = _with_output(k, dtype)
     B, heads, T, D = q.shape
     strides = (*q.stride()[:3], *k.stride()[:3])
     aligned = D % 16 == 0 and not any(stride % 8 for stride in strides)
-    plan = _plan(B, T, (heads, k.shape[1]), D, back, aligned, q.dtype, q.device)
+    plan = _plan(B, T, (heads, k.shape[1]), D, back, aligned, (q.dtype, cos.dtype, dtype), q.device)
     numbers = (T, *strides, T * D if cos.shape[0] > 1 else 0)
     launch(_rotary_kernel, plan, (q, k, cos, sin, q_out, k_out), numbers)
     return q_out, k_out
 
 
-def _with_output(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_output(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """`x`, and memory in which its numbers have the same places."""
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
     if out.stride() == x.stride() and x.stride(3) == 1:
         return x, out
     x = x.contiguous()
-    return x, torch.empty_like(x)
+    return x, torch.empty_like(x, dtype=dtype)

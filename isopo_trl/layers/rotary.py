@@ -64,7 +64,7 @@ class RotaryAttention(Layer):
 
 
 def _kernel_takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    if not takes(q) or q.dim() != 4 or not q.dtype is k.dtype is cos.dtype is sin.dtype:
+    if q.dim() != 4 or q.dtype != k.dtype or cos.dtype != sin.dtype or not (takes(q) and takes(cos)):
         return False
     B, _, T, D = q.shape
     if (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D) or D % 2 or D > kernel.MOST_FEATURES or B >= 2**16:
@@ -78,13 +78,14 @@ class _Rotary(LayerFunction):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return kernel.rotated(q, k, cos, sin)
+        ctx.dtype = q.dtype
+        return kernel.rotated(q, k, cos, sin, torch.promote_types(q.dtype, cos.dtype))
 
     @staticmethod
     @once
     def backward(ctx, of_q, of_k):
         cos, sin = ctx.saved_tensors
-        return *kernel.rotated(of_q, of_k, cos, sin, back=True), None, None
+        return *kernel.rotated(of_q, of_k, cos, sin, ctx.dtype, back=True), None, None
 
 
 def definition(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> list[torch.Tensor]:

@@ -221,7 +221,7 @@ def test_rotary_embeddings_compile_and_fit(compiled, dtype):
     q, k = (tensor(8, 1024, heads, 128, dtype=dtype).transpose(1, 2) for heads in (16, 8))
     cos = tensor(1, 1024, 128, dtype=dtype)
     for back in (False, True):
-        rotary.rotated(q, k, cos, cos, back)
+        rotary.rotated(q, k, cos, cos, dtype, back)
     assert set(compiled) == {"_rotary_kernel"}
 
 

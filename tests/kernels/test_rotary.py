@@ -37,26 +37,28 @@ def same(found, expected):
 
 @pytest.mark.parametrize("each", [False, True], ids=["angles of all", "angles of each"])
 @pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("of_angles", [None, torch.float32], ids=["", "angles in float32"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_numbers_and_gradients_are_the_definitions(shape, dtype, turned, each):
+def test_numbers_and_gradients_are_the_definitions(shape, dtype, of_angles, turned, each):
     B, T, H, K, D = shape
     q, k = (heads(B, T, n, D, dtype, seed, turned).requires_grad_() for seed, n in enumerate((H, K)))
-    cos, sin = (numbers(B if each else 1, T, D, dtype=dtype, seed=seed) for seed in (2, 3))
-    cotangents = [heads(B, T, n, D, dtype, seed, not turned) for seed, n in ((4, H), (5, K))]
+    cos, sin = (numbers(B if each else 1, T, D, dtype=of_angles or dtype, seed=seed) for seed in (2, 3))
     expected = definition(q, k, cos, sin)
+    of_results = expected[0].dtype
+    cotangents = [heads(B, T, n, D, of_results, seed, not turned) for seed, n in ((4, H), (5, K))]
     with torch.no_grad():
-        same(rotary.rotated(q, k, cos, sin), expected)
-        found = rotary.rotated(*cotangents, cos, sin, back=True)
+        same(rotary.rotated(q, k, cos, sin, of_results), expected)
+        found = rotary.rotated(*cotangents, cos, sin, dtype, back=True)
     same(found, torch.autograd.grad(expected, (q, k), cotangents))
 
 
 def test_outputs_lie_as_inputs_do_and_gaps_between_numbers_are_no_matter():
     q, k = (heads(2, 5, n, 8, DTYPES[0], n) for n in (3, 2))
     cos, sin = (numbers(1, 5, 8, dtype=DTYPES[0], seed=seed) for seed in (2, 3))
-    found = rotary.rotated(q, k, cos, sin)
+    found = rotary.rotated(q, k, cos, sin, q.dtype)
     assert [y.stride() for y in found] == [q.stride(), k.stride()]
     wide = torch.cat([q, q], dim=-1)
-    with_gaps = rotary.rotated(wide[..., :8], k.unsqueeze(-1).expand(*k.shape, 2)[..., 0], cos, sin)
+    with_gaps = rotary.rotated(wide[..., :8], k.unsqueeze(-1).expand(*k.shape, 2)[..., 0], cos, sin, q.dtype)
     same(with_gaps, found)
-    same(rotary.rotated(wide[..., 8:].expand(2, 3, 5, 8), k, cos, sin), found)
+    same(rotary.rotated(wide[..., 8:].expand(2, 3, 5, 8), k, cos, sin, q.dtype), found)

@@ -99,7 +99,7 @@ def test_a_microbatchs_gradients_are_the_same_with_it(calls, checkpointing):
 
 
 @batches.needs_kernels
-def test_partial_and_mixed_types_are_left_to_the_model(calls):
+def test_what_the_kernel_does_not_take_is_left_to_the_model(calls):
     isopo = ISOPO(tiny.model("qwen3").to(DEVICE))
     (layer, *_) = rotary_layers(isopo)
     q, k = (torch.randn(2, n, 3, 8, device=DEVICE, dtype=EXACT) for n in (2, 1))
