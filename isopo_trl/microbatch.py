@@ -239,9 +239,11 @@ class Microbatch:
                 "A backward pass ran after its microbatch had ended: call `backward` before `end`, or inside the "
                 "`microbatch` context."
             )
-        self.visits[index] += 1
-        for other in range(index + 1, index + count):
-            self.visits[other] += 1
+        visits = self.visits
+        visits[index] += 1
+        if count > 1:
+            for other in range(index + 1, index + count):
+                visits[other] += 1
 
     # Terms without an advantage
 

@@ -120,6 +120,7 @@ def launches_that_do_nothing(launcher: bool = False):
         patch.object(linear, "choose_strategy", lambda *_: "whole"),  # as layers of the usual sizes on a GPU
         # What is not computed must be finite
         patch.object(torch, "empty", torch.zeros),
+        patch.object(torch, "empty_like", torch.zeros_like),
         patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros),
     ):
         yield launches

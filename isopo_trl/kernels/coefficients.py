@@ -167,7 +167,7 @@ class KernelLedger(Scratch):
         key = ("rows", x.shape, x.dtype, x.device)
         found = self._scratch.get(key)
         if found is None:
-            found = x.new_empty(x.shape)
+            found = torch.empty_like(x, memory_format=torch.contiguous_format)
             if found.nbytes <= MOST_SHARED:
                 self._scratch[key] = found
         return found

@@ -346,10 +346,15 @@ def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
     ledger, index = entry
     m, T, n = sequences.count, sequences.length, samples.g.shape[0]
     g_samples, a_samples = samples.g, samples.inputs
-    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0), g_samples.stride(0), a_samples.stride(0))
-    traits = (into is not None, bias, finish, ledger.named, ledger.variant)
-    plan = _overlap_plan(m, T, n, shape, *traits, g.dtype, g.device)
-    overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
+    strides = (g.stride(), a.stride(), g_samples.stride(), a_samples.stride())
+    key = ("overlap with rows", m, T, n, g.shape, a.shape, strides, into is None, bias, finish, g.dtype)
+    known = ledger.prepared.get(key)
+    if known is None:
+        shape = (g.shape[1], a.shape[1], *(stride[0] for stride in strides))
+        traits = (into is not None, bias, finish, ledger.named, ledger.variant)
+        plan = _overlap_plan(m, T, n, shape, *traits, g.dtype, g.device)
+        known = ledger.prepared[key] = plan, ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
+    plan, overlap = known
     # Without slots, these are not looked at
     g_out, a_out, source = (g, a, ledger.counter) if into is None else into
     slots = 0 if into is None else source.shape[0]

@@ -80,6 +80,8 @@ class Scratch:
 
     def __init__(self):
         self._scratch: dict[tuple, torch.Tensor] = {}
+        # What launches of one kind take beside their layer's own tensors, by shapes
+        self.prepared: dict[tuple, Any] = {}
 
     def scratch(self, like: torch.Tensor, use: str, *shape: int) -> torch.Tensor:
         """
@@ -228,10 +230,10 @@ def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple, fixed: Fixed
     are declared not to be specialised on, a plan is made for one combination of types, and the pointers are aligned.
     """
     pointers = [x.data_ptr() for x in tensors]
-    aligned = fixed.aligned
+    bits = 0
     for pointer in pointers:
-        if pointer & 15:
-            aligned = False
+        bits |= pointer
+    aligned = fixed.aligned and not bits & 15
     if aligned and plan.run is not None:
         direct = plan.direct
         if direct is None or hooks_are_set():

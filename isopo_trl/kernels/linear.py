@@ -9,13 +9,14 @@ over elsewhere. Rows must be those of a padded batch: row `s T + t` is position 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from .coefficients import TABLE_ROWS, Entry, Overlaps, _fisher_square, _is_last, _non_interacting, tiles
-from .launch import Plan, jit, launch, part_of, power_of_two, shared_memory, types_of
+from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, shared_memory, types_of
 
 
 if is_triton_available():
@@ -214,15 +215,32 @@ def overlaps(
     return Overlaps(_launch_overlap(g, a, bias, sequences, samples, entry, finish=False), samples.number)
 
 
+class _OverlapLaunch(NamedTuple):
+    """What the layers of one shape in a microbatch have in common."""
+
+    plan: Plan
+    samples: Samples
+    overlap: torch.Tensor
+    fixed: Fixed
+    sizes: tuple[int, int, int]
+
+
 def _launch_overlap(g, a, bias, sequences, samples, entry, finish):
     g, a = _by_row(g), _by_row(a)
     ledger, index = entry
-    m, T, n = sequences.count, sequences.length, samples.number
-    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
-    plan = _overlap_plan(m, T, n, shape, bias, finish, ledger.variant, g.dtype, g.device)
-    overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
-    launch(_overlap_kernel, plan, (g, a, samples.present, overlap), (m, T, n, index), ledger.fixed)
-    return overlap
+    m, T = sequences.count, sequences.length
+    key = ("overlap", m, T, g.shape, a.shape, g.stride(), a.stride(), bias, finish, g.dtype)
+    known = ledger.prepared.get(key)
+    if known is None or known.samples is not samples:
+        n = samples.number
+        sizes = (m, T, n)
+        shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
+        plan = _overlap_plan(*sizes, shape, bias, finish, ledger.variant, g.dtype, g.device)
+        overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
+        fixed = Fixed((samples.present, overlap, *ledger.fixed.tensors))
+        known = ledger.prepared[key] = _OverlapLaunch(plan, samples, overlap, fixed, sizes)
+    launch(_overlap_kernel, known.plan, (g, a), (*known.sizes, index), known.fixed)
+    return known.overlap
 
 
 @lru_cache(maxsize=4096)
@@ -248,9 +266,12 @@ def scaled(x: torch.Tensor, sequences: Sequences, c: Entry, plus: torch.Tensor |
     ledger, index = c
     x = _by_row(x)
     other = x if plus is None else _by_row(plus)
-    m, T, D = sequences.count, sequences.length, x.shape[1]
+    m, T = sequences.count, sequences.length
+    key = ("scaled", m, T, x.shape, x.stride(), other.stride(), x.dtype, other.dtype, plus is None)
+    plan = ledger.prepared.get(key)
+    if plan is None:
+        strides, dtypes = (x.stride(0), other.stride(0)), (x.dtype, other.dtype)
+        plan = ledger.prepared[key] = _scale_plan(m, T, x.shape[1], strides, plus is not None, dtypes, x.device)
     out = ledger.rows_like(x)
-    strides, dtypes = (x.stride(0), other.stride(0)), (x.dtype, other.dtype)
-    plan = _scale_plan(m, T, D, strides, plus is not None, dtypes, x.device)
     launch(_scale_kernel, plan, (x, other, out, ledger.table), (m, T, index))
     return out

@@ -8,7 +8,6 @@ kernel, and the backward leaves what [`~kernels.elementwise.elementwise_gradient
 # `tl.constexpr` in signatures exists only with Triton
 from __future__ import annotations
 
-import functools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import accumulation_dtype
-from .launch import Plan, Scratch, jit, launch, power_of_two, scratch, types_of
+from .launch import Plan, Scratch, jit, launch, power_of_two, types_of
 
 
 if is_triton_available():
@@ -168,26 +167,17 @@ class Factors(Scratch):
         return free.pop()
 
 
-_settings: dict[tuple, torch.Tensor] = {}
-
-
-def _epsilon(eps: float, like: torch.Tensor) -> torch.Tensor:
-    key = (eps, like.device)
-    if key not in _settings:
-        _settings[key] = torch.tensor([eps], device=like.device, dtype=torch.float64)
-    return _settings[key]
-
-
 @lru_cache(maxsize=4096)
 def _forward_plan(
     rows: int, D: int, flavour: Flavour, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> tuple[Plan, torch.dtype, torch.dtype]:
-    """The plan, and the types of the output and of the factors."""
+) -> tuple[Plan, torch.Tensor, torch.dtype, torch.dtype]:
+    """The plan, epsilon on the device, and the types of the output and of the factors."""
     BD = max(16, power_of_two(D))
     BR = max(1, _ELEMENTS // BD)
     constants = (D, flavour.offset, flavour.early, types_of(dtypes[0])[0], BR, BD)
     plan = Plan((-(-rows // BR), 1, 1), constants)
-    return plan, flavour.output_dtype(*dtypes), accumulation_dtype(dtypes[0])
+    epsilon = torch.tensor([flavour.eps], device=device, dtype=torch.float64)
+    return plan, epsilon, flavour.output_dtype(*dtypes), accumulation_dtype(dtypes[0])
 
 
 def forward(
@@ -199,13 +189,13 @@ def forward(
     """
     D = x.shape[-1]
     rows = x.numel() // D
-    plan, of_output, of_factors = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
-    y = x.new_empty(x.shape, dtype=of_output)
+    plan, epsilon, of_output, of_factors = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
+    y = torch.empty_like(x, dtype=of_output)
     if factors is None:
         scale = x.new_empty(rows, dtype=of_factors)
     else:
         scale = factors.take(x, rows, of_factors)
-    launch(_forward_kernel, plan, (x, weight, _epsilon(flavour.eps, x), y, scale), (rows,))
+    launch(_forward_kernel, plan, (x, weight, epsilon, y, scale), (rows,))
     return y, scale
 
 
@@ -226,6 +216,34 @@ def _backward_plan(
     share = -(-T // max(1, min(-(-T // BT), 512 // m)))
     constants = (H, D, flavour.offset, flavour.early, samples, aligned, types_of(dtypes[0])[0], BT, BD)
     return Plan((-(-T // share), m, 1), constants), share
+
+
+class _BackwardLaunch(NamedTuple):
+    """
+    What the norms of one shape in a microbatch have in common: the plan, its numbers, memory for the sums over
+    sequences and for the gradients at sampled positions, and which of these each position is.
+    """
+
+    samples: Samples | None
+    plan: Plan
+    numbers: tuple[int, ...]
+    sums: torch.Tensor
+    of_samples: torch.Tensor
+    slots: torch.Tensor
+
+
+def _backward_launch(x, g, weight, flavour, sequences, samples, stores, memory):
+    m, T, D = sequences.count, sequences.length, x.shape[-1]
+    H = x.shape[2] if x.dim() == 4 else 1
+    strides = g.stride()[:3] if g.dim() == 4 else (g.stride(0), g.stride(1), 0)
+    aligned = strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
+    dtypes = (x.dtype, g.dtype, weight.dtype)
+    plan, share = _backward_plan(m, T, H, D, flavour, samples is not None or stores, aligned, dtypes, x.device)
+    sums = memory.scratch(x, "norm", m, plan.grid[0], D)
+    of_samples, slots = sums[0], weight  # not looked at
+    if samples is not None:
+        of_samples, slots = memory.scratch(x, "norm", samples.number, D), samples.slots(sequences.rows)
+    return _BackwardLaunch(samples, plan, (T, share, *strides), sums, of_samples, slots)
 
 
 def backward(
@@ -253,22 +271,18 @@ def backward(
     """
     if g.stride(-1) != 1:
         g = g.contiguous()
-    m, T, D = sequences.count, sequences.length, x.shape[-1]
-    H = x.shape[2] if x.dim() == 4 else 1
-    strides = g.stride()[:3] if g.dim() == 4 else (g.stride(0), g.stride(1), 0)
-    aligned = strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
-    dtypes = (x.dtype, g.dtype, weight.dtype)
-    sampled = samples is not None or into is not None
-    plan, share = _backward_plan(m, T, H, D, flavour, sampled, aligned, dtypes, x.device)
-    dx = x.new_empty(x.shape)
-    memory = functools.partial(scratch, x) if ledger is None else functools.partial(ledger.scratch, x, "norm")
-    sums = memory(m, plan.grid[0], D)
+    memory = Scratch() if ledger is None else ledger
+    if into is not None:
+        samples = None
+    stores, dtypes = into is not None, (x.dtype, g.dtype, weight.dtype)
+    key = ("norm", sequences.count, sequences.length, x.shape, g.stride(), flavour, stores, dtypes, x.device)
+    known = memory.prepared.get(key)
+    if known is None or known.samples is not samples:
+        known = _backward_launch(x, g, weight, flavour, sequences, samples, stores, memory)
+        memory.prepared[key] = known
+    _, plan, numbers, sums, of_samples, slots = known
     if into is not None:
         of_samples, slots = into
-    elif samples is not None:
-        of_samples, slots = memory(samples.number, D), samples.slots(sequences.rows)
-    else:
-        of_samples, slots = sums[0], weight  # not looked at
-    tensors = (x, g, weight, scale, slots, dx, sums, of_samples)
-    launch(_backward_kernel, plan, tensors, (T, share, *strides))
+    dx = torch.empty_like(x)
+    launch(_backward_kernel, plan, (x, g, weight, scale, slots, dx, sums, of_samples), numbers)
     return dx, sums, of_samples

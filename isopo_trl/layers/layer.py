@@ -193,13 +193,12 @@ def once(backward: Callable) -> Callable:
     def run(ctx, *gradients):
         if torch.is_grad_enabled():
             _refuse_second_derivative()
-        with _without_autocast(gradients):
-            return backward(ctx, *gradients)
+        if torch._C._is_any_autocast_enabled():
+            with _without_autocast(gradients):
+                return backward(ctx, *gradients)
+        return backward(ctx, *gradients)
 
     return run
-
-
-_AS_IT_IS = contextlib.nullcontext()
 
 
 def _without_autocast(gradients: tuple[Any, ...]) -> Any:
@@ -209,9 +208,8 @@ def _without_autocast(gradients: tuple[Any, ...]) -> Any:
     """
     for g in gradients:
         if g is not None:
-            device = "cuda" if g.is_cuda else g.device.type
-            return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _AS_IT_IS
-    return _AS_IT_IS
+            return torch.autocast(g.device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _refuse_second_derivative() -> None:
@@ -228,17 +226,15 @@ def layer_backward(backward_of_term: Callable) -> Callable[[Callable], Callable]
     gradients (DDP, FSDP2, DeepSpeed) sees them once.
     """
 
+    def of_term(ctx, *gradients):
+        return backward_of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
+
     def mark(backward: Callable) -> Callable:
         @functools.wraps(backward)
         def run(ctx, *gradients):
-            if torch.is_grad_enabled():
-                _refuse_second_derivative()
-            with _without_autocast(gradients):
-                if not ctx.microbatch.in_term:
-                    return backward(ctx, *gradients)
-                return backward_of_term(ctx, *gradients), *(None,) * (len(ctx.needs_input_grad) - 1)
+            return (of_term if ctx.microbatch.in_term else backward)(ctx, *gradients)
 
-        return run
+        return once(run)
 
     return mark
 

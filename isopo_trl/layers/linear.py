@@ -147,7 +147,7 @@ class LinearTerms:
 def _product(g: torch.Tensor, a: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None) -> torch.Tensor:
     """`g^T a` `[p, d]`; to `plus` it is added in place."""
     if g.dtype == dtype:
-        return g.t() @ a if plus is None else plus.addmm_(g.t(), a)
+        return g.t().mm(a) if plus is None else plus.addmm_(g.t(), a)
     result = product(g.t(), a).to(dtype)
     return result if plus is None else plus.add_(result)
 
@@ -202,9 +202,10 @@ class _Linear(LayerFunction):
         gradients = linear_gradient(rows, ctx.layer.index, ctx.microbatch, take_aside(ctx))
         # Behind the other, which may need much memory for a moment
         grad_x = g.mm(weight).view_as(x) if needs_x else None
-        return grad_x, *gradients, *(None,) * (len(ctx.needs_input_grad) - 3)
+        return grad_x, *gradients, None, None, None
 
 
+_NOTHING = LinearTerms()
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -221,7 +222,7 @@ def linear_gradient(
         terms ([`LinearTerms`], *optional*): what is added.
     """
     g, a, dtype, weight, bias = rows
-    terms = terms or LinearTerms()
+    terms = terms or _NOTHING
     if not weight:  # only the bias is trained: its gradient at a position is g_t
         alone = elementwise_gradient(g, index, microbatch, dtype)
         return None, alone if terms.bias is None else terms.bias.add_(alone)

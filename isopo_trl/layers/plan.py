@@ -22,6 +22,7 @@ from .lora import lora_linears
 from .parameter_lora import Factor, parameter_factors, trained_adapters
 from .registry import registered_kinds
 from .rms_norm import RMSNormLayer, frozen_norms
+from .rotary import rotary_attentions
 
 
 # In the order in which they are asked, behind those that were registered: the first that accepts a module takes it.
@@ -216,7 +217,10 @@ def shortcuts(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer])
     """
     Layers for speed alone: what they do for a trained parameter is what its own layer, one of `layers`, would do.
     """
-    return [*lora_linears(current, model, layers), *frozen_norms(current, model, layers)]
+    found: list[Layer] = [*lora_linears(current, model, layers), *frozen_norms(current, model, layers)]
+    if any(isinstance(layer, AnyModuleLayer) for layer in layers):  # what is around these is run again, its own way
+        return found
+    return found + rotary_attentions(current, model, {layer.module for layer in layers})
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
-from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, halves, linear, rms_norm, v
+from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, halves, linear, rms_norm, rotary, v
 from isopo_trl.kernels import launch as launching
 from isopo_trl.kernels.coefficients import Entry, KernelLedger, rule_is_in_kernels
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm, experts, fisher_rows, halves, divergence)
+MODULES = (linear, v, elementwise, rms_norm, rotary, experts, fisher_rows, halves, divergence)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -214,6 +214,15 @@ def test_rms_norm_compiles_and_fits(compiled, dtype):
     _, sums, of_samples = rms_norm.backward(x, y, weight, scale, flavour, sequences, samples)
     elementwise.elementwise_gradient(of_samples, sequences, None, Entry(ledger, 0), dtype, sums)
     assert set(compiled) == {"_forward_kernel", "_backward_kernel", "_elementwise_kernel"}
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
+def test_rotary_embeddings_compile_and_fit(compiled, dtype):
+    q, k = (tensor(8, 1024, heads, 128, dtype=dtype).transpose(1, 2) for heads in (16, 8))
+    cos = tensor(1, 1024, 128, dtype=dtype)
+    for back in (False, True):
+        rotary.rotated(q, k, cos, cos, dtype, back)
+    assert set(compiled) == {"_rotary_kernel"}
 
 
 @pytest.mark.parametrize(

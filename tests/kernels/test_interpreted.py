@@ -33,10 +33,12 @@ KERNELS = [
     "tests/kernels/test_linear.py",
     "tests/kernels/test_own_rules.py",
     "tests/kernels/test_rms_norm.py",
+    "tests/kernels/test_rotary.py",
     "tests/kernels/test_halves.py",
     "tests/kernels/test_divergence.py",
     "tests/kernels/test_v.py",
     "tests/layers/test_rms_norm.py",
+    "tests/layers/test_rotary.py",
     "tests/test_microbatch.py",
 ]
 ORACLE = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isopo_trl.geometry.sequences import Sequences
+from isopo_trl.geometry.sequences import Samples, Sequences
 from isopo_trl.kernels import coefficients, linear
 from isopo_trl.kernels.coefficients import Entry
 from tests.kernels import batches
@@ -68,6 +68,16 @@ def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
     before = unfinished.ledger.table.clone()
     assert torch.equal(linear.overlaps(*arguments).sums, found.sums)
     assert torch.equal(unfinished.ledger.table, before) and not unfinished.ledger.counter.any()
+
+
+def test_other_samples_of_the_same_shapes_are_not_taken_for_those_before():
+    given = batch(3, 7, 5, 4, 6)
+    other = replace(given, samples=Samples(given.samples.rows.flip(0), given.samples.absent.flip(0)))
+    entry = Run.of(given, FISHER).entry
+    for one in (given, other, given):
+        found = linear.overlaps(one.g, one.a, one.bias, one.sequences, one.samples, entry)
+        overlap, _ = found.statistics(3)
+        close(overlap, plain_statistics(one, FISHER.needs, "ghost")[0].overlap, STATISTIC[EXACT])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from isopo_trl.geometry.sequences import Samples
 from isopo_trl.geometry.statistics import elementwise_statistics
 from isopo_trl.kernels import rms_norm
 from isopo_trl.kernels.elementwise import elementwise_gradient
@@ -125,6 +126,18 @@ def test_sums_of_norms_are_in_the_memory_that_is_given():
         assert torch.equal(dx, expected) and torch.equal(sums, fresh)
         places.add(sums.data_ptr())
     assert len(places) == 1 and fresh.data_ptr() not in places
+
+
+def test_other_samples_of_the_same_shapes_are_not_taken_for_those_before():
+    flavour, memory = FLAVOURS["gemma"], rms_norm.Factors()
+    given, x, g, weight = example(3, 7, 33)
+    other = Samples(given.samples.rows.flip(0), given.samples.absent.flip(0))
+    _, scale = rms_norm.forward(x, weight, flavour)
+    _, v = by_position(x, g, weight, flavour)
+    for samples in (given.samples, other, given.samples):
+        *_, found = rms_norm.backward(x, g, weight, scale, flavour, given.sequences, samples, ledger=memory)
+        there = ~samples.absent
+        close(found[there], v[samples.rows[there]], STATISTIC[EXACT])
 
 
 def test_a_program_that_has_a_whole_sequence_sums_all_of_its_positions(monkeypatch):
