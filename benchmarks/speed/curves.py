@@ -150,7 +150,7 @@ def plot(curves: dict[str, list[dict]], path: str) -> None:
     for name, _, _, ratios in itertools.chain.from_iterable(map(lines, curves.values())):
         ranges.setdefault(name, []).extend(ratios)
     found = ", ".join(f"{name} {min(all_of):.2f} to {max(all_of):.2f}" for name, all_of in ranges.items())
-    title = fill(f"{found[0].upper()}{found[1:]} of GRPO's", 44)
+    title = fill(f"{found[0].upper()}{found[1:]} of GRPO's", 40)
     with card(path, 0.6 + 1.75 * rows, title) as figure:
         panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
         for panel in panels.flat[len(curves) :]:
