@@ -25,7 +25,7 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env, is_peft_model
 from jinja2 import TemplateError
-from preflight import check_machine, check_model, checkpoint, in_short
+from preflight import check_machine, check_model, checkpoint, device, in_short, precision
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -200,8 +200,10 @@ def completed(given: dict[str, Any], output: str, small: dict[str, Any] | None) 
     given = dict(given)
     trainer = given.get("trainer", TRAINERS[0])
     defaults = {**DEFAULTS, "output_dir": f"outputs/{output}-{trainer}"}
-    if not torch.accelerator.is_available():
-        defaults |= {"use_cpu": True, "bf16": False}
+    of_device, in_words = precision(*device())
+    defaults |= of_device
+    if of_device.keys() == {"bf16"} and "bf16" not in given:  # which nobody expects of a GPU
+        say(in_words)
     if small is not None:
         defaults |= small
     else:
