@@ -188,6 +188,14 @@ def check(given: dict[str, Any]) -> None:
             raise ValueError(message)
 
 
+def for_this_device(given: dict[str, Any]) -> dict[str, Any]:
+    """The precision that the device has; a GPU without bf16 is told of, unless the arguments know."""
+    settings, in_words = precision(*device())
+    if settings.keys() == {"bf16"} and not {"bf16", "use_cpu"} & given.keys():
+        say(in_words)
+    return settings
+
+
 def completed(given: dict[str, Any], output: str, small: dict[str, Any] | None) -> dict[str, Any]:
     """
     What was given, with a default for the rest and without what the method does not use, which is said.
@@ -200,10 +208,7 @@ def completed(given: dict[str, Any], output: str, small: dict[str, Any] | None) 
     given = dict(given)
     trainer = given.get("trainer", TRAINERS[0])
     defaults = {**DEFAULTS, "output_dir": f"outputs/{output}-{trainer}"}
-    of_device, in_words = precision(*device())
-    defaults |= of_device
-    if of_device.keys() == {"bf16"} and "bf16" not in given:  # which nobody expects of a GPU
-        say(in_words)
+    defaults |= for_this_device(given)
     if small is not None:
         defaults |= small
     else:
