@@ -24,6 +24,8 @@ READY, ENDING, STEP = "@ready", "@ending", "@step"
 POLL = 0.5
 # Steps over which a worker's pace is taken; an even number, since every second step has a generation
 WINDOW = 6
+# Of the time that is left, by which a run must be late to be given up: paces are no better known
+DOUBT = 0.15
 MPS = "nvidia-cuda-mps-control"
 # Below those that systems hand out by themselves (Linux from 32768 on): such a one may be another's by the time that
 # the worker has come to use it, half a minute later
@@ -213,8 +215,9 @@ class Schedule:
             left + self.matrix.expected_end(worker.run, self.earlier, self.parallel, self.shared)
             for worker, left in zip(training, shared_seconds(seconds), strict=True)
         ]
-        late = max(ends) - (self.deadline - time.time())
-        if late <= 0:
+        left = self.deadline - time.time()
+        late = max(ends) - left
+        if late <= DOUBT * left:
             return
         worker = training[ends.index(max(ends))]
         self._say(f"given up {worker.run.name}: it would end {late:.0f} s after the deadline")

@@ -7,6 +7,7 @@ import gc
 import math
 import statistics
 import time
+from collections import defaultdict
 from contextlib import nullcontext
 
 import liger_kernels
@@ -29,11 +30,13 @@ from isopo_trl.layers import layer as isopo_layer
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# hidden, intermediate (of an expert, in a mixture), layers, heads, key-value heads, vocabulary: Qwen3's shapes
+# hidden, intermediate (of an expert, in a mixture), layers, heads, key-value heads, vocabulary: Qwen3's shapes, and that
+# of Qwen2.5-0.5B
 SHAPES = {
     "thin": (64, 192, 28, 2, 1, 1000),
     "tiny": (256, 768, 4, 4, 2, 4096),
     "tiny-moe": (256, 128, 2, 4, 2, 4096),
+    "0.5b": (896, 4864, 24, 14, 2, 151936),
     "0.6b": (1024, 3072, 28, 16, 8, 151936),
     "1.7b": (2048, 6144, 28, 16, 8, 151936),
     "4b": (2560, 9728, 36, 32, 8, 151936),
@@ -121,7 +124,7 @@ def base_model(shape: str, dtype: str, experts: int = 128, device: str = DEVICE)
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=128 if hidden > 256 else 64,
+        head_dim=128 if hidden >= 1024 else 64,
         vocab_size=vocabulary,
         tie_word_embeddings=shape.startswith(TIED),
         pad_token_id=0,
@@ -309,10 +312,11 @@ def measure(variants: dict[str, Variant], inputs: dict[str, torch.Tensor], repea
     return summary(times, peaks)
 
 
-def profiles(variants: dict[str, Variant], inputs: dict[str, torch.Tensor]) -> dict[str, dict]:
+def profiles(variants: dict[str, Variant], inputs: dict[str, torch.Tensor], most: int = 0) -> dict[str, dict]:
     """
     Of one step of each variant (GPUs only): the sum of the kernels' times, their number, and how long Python took to
-    launch them all. Where the last is longer than the first, the step is bound by the CPU.
+    launch them all. Where the last is longer than the first, the step is bound by the CPU. `most` kernels that take
+    the longest are named, with their milliseconds and their number.
     """
     figures = {}
     for name, variant in variants.items():
@@ -324,8 +328,19 @@ def profiles(variants: dict[str, Variant], inputs: dict[str, torch.Tensor]) -> d
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             variant.step(inputs)
             synchronize()
-        kernels = [event.device_time for event in profiler.events() if event.device_type == DeviceType.CUDA]
-        figures[name] = {"gpu_seconds": 1e-6 * sum(kernels), "launches": len(kernels), "host_seconds": host}
+        kernels = defaultdict(list)
+        for event in profiler.events():
+            if event.device_type == DeviceType.CUDA:
+                kernels[event.name].append(event.device_time)
+        seconds = 1e-6 * sum(map(sum, kernels.values()))
+        launches = sum(map(len, kernels.values()))
+        longest = sorted(kernels, key=lambda kernel: -sum(kernels[kernel]))[:most]
+        figures[name] = {
+            "gpu_seconds": seconds,
+            "launches": launches,
+            "host_seconds": host,
+            "kernels": {kernel: [1e-3 * sum(kernels[kernel]), len(kernels[kernel])] for kernel in longest},
+        }
     return figures
 
 

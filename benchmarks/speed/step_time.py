@@ -78,6 +78,7 @@ def parse() -> tuple[argparse.Namespace, list[argparse.Namespace]]:
     parser.add_argument("--table", action="store_true", help="the cases of the project's table, for one GPU")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--profile", action="store_true", help="also the GPU's own time and the launches of one step")
+    parser.add_argument("--kernels", type=int, default=0, help="of the profile: so many kernels by name in --output")
     parser.add_argument("--output", help="JSON file for the figures")
     parser.add_argument("--plot", help="PNG file for a bar chart of the ratios")
     options = parser.parse_args()
@@ -98,7 +99,7 @@ def title(case: argparse.Namespace) -> str:
     return f"{shape}, {case.sequences} x {case.length}, {weights}, {case.dtype}{checkpointing}"
 
 
-def run(case: argparse.Namespace, repeats: int, with_profile: bool) -> dict[str, dict]:
+def run(case: argparse.Namespace, repeats: int, with_profile: bool, kernels: int) -> dict[str, dict]:
     variants = {name: Variant(name, case) for name in variant_names(case)}
     inputs = random_batch(case, case.sequences)
     figures = measure(variants, inputs, repeats)
@@ -107,7 +108,7 @@ def run(case: argparse.Namespace, repeats: int, with_profile: bool) -> dict[str,
     for name, values in figures.items():
         print(f"{name:12} {row(values)}")
     if with_profile:
-        profiled = profiles(variants, inputs)
+        profiled = profiles(variants, inputs, kernels)
         print(f"{'one step':12} {'GPU ms':>9} {'ratio':>6} {'launches':>8} {'host ms':>8}")
         for name, values in profiled.items():
             ratio = values["gpu_seconds"] / profiled["grpo"]["gpu_seconds"]
@@ -149,7 +150,7 @@ def main():
     report = {"environment": environment(), "repeats": options.repeats, "cases": []}
     print(", ".join(f"{name} {value}" for name, value in report["environment"].items()))
     for case in cases:
-        results = run(case, options.repeats, options.profile)
+        results = run(case, options.repeats, options.profile, options.kernels)
         release()
         report["cases"].append({"title": title(case), "options": vars(case), "results": results})
         if options.output:  # after every case, so that a run that is cut short leaves something
