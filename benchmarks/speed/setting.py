@@ -30,8 +30,8 @@ from isopo_trl.layers import layer as isopo_layer
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# hidden, intermediate (of an expert, in a mixture), layers, heads, key-value heads, vocabulary: Qwen3's shapes, and that
-# of Qwen2.5-0.5B
+# hidden, intermediate (of an expert, in a mixture), layers, heads, key-value heads, vocabulary: Qwen3's shapes, and
+# that of Qwen2.5-0.5B
 SHAPES = {
     "thin": (64, 192, 28, 2, 1, 1000),
     "tiny": (256, 768, 4, 4, 2, 4096),
