@@ -83,8 +83,8 @@ def on_files(files, config):
 
 
 def is_wide(picture):
-    """Whether a picture has more in it than a phone can show at once: a drawing, or a plot of several panels."""
-    return picture.suffix != ".png" or int.from_bytes(picture.read_bytes()[16:20]) > 800
+    """Whether a picture has more in it than a phone can show at once, which our own figures have not."""
+    return picture.suffix == ".png" and int.from_bytes(picture.read_bytes()[16:20]) > 800
 
 
 def on_page_markdown(markdown, page, config, files):

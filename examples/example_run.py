@@ -24,7 +24,7 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env, is_peft_model
 from jinja2 import TemplateError
-from preflight import check_machine, check_model, checkpoint, in_short
+from preflight import check_machine, check_model, checkpoint, device, in_short, precision
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
@@ -188,6 +188,14 @@ def check(given: dict[str, Any]) -> None:
             raise ValueError(message)
 
 
+def for_this_device(given: dict[str, Any]) -> dict[str, Any]:
+    """The precision that the device has; a GPU without bf16 is told of, unless the arguments know."""
+    settings, in_words = precision(*device())
+    if settings.keys() == {"bf16"} and not {"bf16", "use_cpu"} & given.keys():
+        say(in_words)
+    return settings
+
+
 def completed(given: dict[str, Any], output: str, small: dict[str, Any] | None) -> dict[str, Any]:
     """
     What was given, with a default for the rest and without what the method does not use, which is said.
@@ -200,8 +208,7 @@ def completed(given: dict[str, Any], output: str, small: dict[str, Any] | None) 
     given = dict(given)
     trainer = given.get("trainer", TRAINERS[0])
     defaults = {**DEFAULTS, "output_dir": f"outputs/{output}-{trainer}"}
-    if not torch.accelerator.is_available():
-        defaults |= {"use_cpu": True, "bf16": False}
+    defaults |= for_this_device(given)
     if small is not None:
         defaults |= small
     else:

@@ -16,6 +16,27 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig
 
 
+def device() -> tuple[str, tuple[int, int] | None]:
+    """The kind of this machine's accelerator, `"cpu"` if there is none, and the compute capability of NVIDIA's."""
+    if not torch.accelerator.is_available():
+        return "cpu", None
+    kind = torch.accelerator.current_accelerator().type
+    nvidia = kind == "cuda" and torch.version.hip is None
+    return kind, torch.cuda.get_device_capability() if nvidia else None
+
+
+def precision(kind: str, capability: tuple[int, int] | None) -> tuple[dict[str, bool], str]:
+    """
+    Settings for what [`device`] returns, where TRL's, which are those of bf16, will not do; and what they are, in a
+    sentence. PyTorch calls bf16 supported on NVIDIA's GPUs before Ampere, too, where it is only emulated.
+    """
+    if kind == "cpu":
+        return {"use_cpu": True, "bf16": False}, "Trains in float32, on the CPU."
+    if capability is not None and capability < (8, 0):
+        return {"bf16": False}, "Trains in float32: this GPU has no bf16, and ISOPO takes no fp16."
+    return {}, "Trains in bf16."
+
+
 def check_machine(args: GRPOConfig) -> None:
     """Raise if the machine lacks what the arguments ask for."""
     try:

@@ -206,9 +206,7 @@ def show(model: torch.nn.Module, tokenizer: Any, problems: Dataset, steps: int, 
 def read_arguments(arguments: list[str]) -> tuple[ToolsArguments, ISOPOConfig, ModelConfig]:
     parser = Parser((ToolsArguments, ISOPOConfig, ModelConfig), **example_run.DEFAULTS)
     given = parser.given(arguments)
-    defaults = {**example_run.DEFAULTS, "output_dir": "outputs/tools"}
-    if not torch.accelerator.is_available():
-        defaults |= {"use_cpu": True, "bf16": False}
+    defaults = {**example_run.DEFAULTS, "output_dir": "outputs/tools", **example_run.for_this_device(given)}
     name = given.setdefault("model_name_or_path", example_run.EMBEDDED)
     if name == example_run.EMBEDDED:
         defaults |= {**SMALL, "save_strategy": "no"}

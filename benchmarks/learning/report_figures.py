@@ -1,19 +1,21 @@
 """Figures of `learning.py report`."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from card import BLUE, GREEN, GREY, LIGHT_GREY, ORANGE, PINK, SMALL, card, name_ends
 from report_statistics import hull
 
 
 Result = dict[str, Any]
-End = tuple[float, float, str, str]  # where a line ends, what it is called, and whose colour it has
+End = tuple[float, float, str, str]  # where a line ends, what it is called, and its colour
 # One colour per method, whichever of them are there
 COLORS = dict(
     zip(
         ("grpo", "reinforce", "fisher", "interacting", "fig4", "euclidean"),
-        ("#444444", "#999999", "#0072b2", "#009e73", "#d55e00", "#cc79a7"),
+        (GREY, LIGHT_GREY, BLUE, GREEN, ORANGE, PINK),
         strict=True,
     )
 )
@@ -30,56 +32,68 @@ def accuracy(
     Held-back accuracy by step, and by seconds of training: median over seeds, and range. The seconds are those of
     steps of the method alone on the machine, where they are known for all, else as the runs had them.
     """
-    figure, axes = _figure(2)
     ends: list[list[End]] = [[], []]
-    for label, results in rows.items():
-        steps = sorted(set.intersection(*({v["step"] for v in r["validations"]} for r in results)))
-        values = [[at(r, step)["accuracy"] for r in results] for step in steps]
-        if seconds_of_step:
-            seconds = [step * seconds_of_step[label.partition(",")[0]] for step in steps]
-        else:
-            seconds = [median(r["steps"]["seconds"][step - 1] for r in results) for step in steps]
-        if start:
-            steps, seconds = [0, *steps], [0.0, *seconds]
-            values = [[start["validations"][0]["accuracy"]] * len(results), *values]
-        for axis, x, names in zip(axes, (steps, seconds), ends, strict=True):
+    names, rate = _short(rows)
+    last = {label: [100 * r["validations"][-1]["accuracy"] for r in results] for label, results in rows.items()}
+    finals = list(map(median, last.values()))
+    title = f"{_many(len(rows), 'method')} within {max(finals) - min(finals):.1f} points\nof one another at the end"
+    with card(file, 6.2, title) as figure:
+        axes = figure.subplots(2, 1, sharey=True)
+        for label, results in rows.items():
+            steps = sorted(set.intersection(*({v["step"] for v in r["validations"]} for r in results)))
+            values = [[at(r, step)["accuracy"] for r in results] for step in steps]
+            if seconds_of_step:
+                seconds = [step * seconds_of_step[label.partition(",")[0]] for step in steps]
+            else:
+                seconds = [median(r["steps"]["seconds"][step - 1] for r in results) for step in steps]
+            if start:
+                steps, seconds = [0, *steps], [0.0, *seconds]
+                values = [[start["validations"][0]["accuracy"]] * len(results), *values]
             middle = [100 * median(entries) for entries in values]
             low, high = ([100 * end(entries) for entries in values] for end in (min, max))
-            axis.plot(x, middle, "o-", color=color(label), markersize=4)
-            axis.fill_between(x, low, high, color=color(label), alpha=0.12, linewidth=0)
-            names.append((x[-1], middle[-1], label if axis is axes[1] else f"{label} (n = {len(results)})", label))
-    axes[0].set_xlabel("optimizer steps")
-    axes[1].set_xlabel("seconds of training" + ("" if seconds_of_step else ", beside other runs"))
-    axes[0].set_ylabel("accuracy on held-back problems, %")
-    for axis, names in zip(axes, ends, strict=True):
-        _name_ends(axis, names)
-    return _saved(figure, file)
+            for axis, x, of_panel in zip(axes, (steps, seconds), ends, strict=True):
+                axis.plot(x, middle, "o-", color=color(label))
+                axis.fill_between(x, low, high, color=color(label), alpha=0.1, linewidth=0)
+                of_panel.append((x[-1], middle[-1], f"{names[label]} (n = {len(results)})", color(label)))
+        axes[0].set_xlabel("optimizer steps")
+        axes[1].set_xlabel("seconds of training" + ("" if seconds_of_step else ", beside other runs"))
+        axes[0].set_title("accuracy on held-back problems, %" + (f"; rate {rate}" if rate else ""), loc="left")
+        for axis, of_panel in zip(axes, ends, strict=True):
+            name_ends(axis, of_panel, 0.075)
+    return file.name
 
 
 def divergence(rows: dict[str, list[Result]], start: Result | None, file: Path) -> str:
     """KL from the start against held-back accuracy at the last validation: a point per run, a hull per method."""
-    figure, (axis,) = _figure(1)
-    names: list[End] = []
-    for label, results in rows.items():
-        last = [r["validations"][-1] for r in results]
-        points = [(v["kl"], 100 * v["accuracy"]) for v in last if v.get("kl") is not None]
-        if not points:
-            continue
-        axis.scatter(*zip(*points, strict=True), color=color(label), s=22)
-        right = max(points)
-        names.append((right[0], right[1], f"{label} (n = {len(points)})", label))
-        corners = hull(points)
-        axis.fill(*zip(*corners, strict=True), color=color(label), alpha=0.12, linewidth=1)
-    if start:
-        level = 100 * start["validations"][0]["accuracy"]
-        axis.scatter(0, level, color="black", marker="+")
-        axis.annotate("start (n = 1)", (0, level), xytext=(7, 0), textcoords="offset points", fontsize=9, va="center")
-    axis.set_xlim(left=-0.5)
-    axis.set_xlabel("KL from the start, nats per completion")
-    axis.set_ylabel("accuracy on held-back problems, %")
-    if names:
-        _name_ends(axis, names)
-    return _saved(figure, file)
+    names, rate = _short(rows)
+    last = {label: [r["validations"][-1] for r in results] for label, results in rows.items()}
+    points = {
+        label: [(v["kl"], 100 * v["accuracy"]) for v in validations if v.get("kl") is not None]
+        for label, validations in last.items()
+    }
+    points = {label: of_label for label, of_label in points.items() if of_label}
+    title = "Distance from the start, and accuracy"
+    if points:
+        kl, right = zip(*(point for of_label in points.values() for point in of_label), strict=True)
+        title = f"Runs of {_many(len(points), 'method')} end at {min(right):.0f} to {max(right):.0f} %,\n"
+        title += f"{min(kl):.0f} to {max(kl):.0f} nats from the start"
+    with card(file, 3.9, title) as figure:
+        axis = figure.subplots()
+        ends: list[End] = []
+        for label, of_label in points.items():
+            axis.scatter(*zip(*of_label, strict=True), color=color(label), s=18)
+            ends.append((*max(of_label), f"{names[label]} (n = {len(of_label)})", color(label)))
+            axis.fill(*zip(*hull(of_label), strict=True), color=color(label), alpha=0.12, linewidth=1)
+        if start:
+            level = 100 * start["validations"][0]["accuracy"]
+            axis.scatter(0, level, color="black", marker="+")
+            axis.annotate("start (n = 1)", (0, level), xytext=(7, 0), textcoords="offset points", va="center")
+        axis.set_xlim(left=-0.5)
+        axis.set_xlabel("KL from the start, nats per completion")
+        axis.set_title("accuracy on held-back problems, %" + (f"; rate {rate}" if rate else ""), loc="left")
+        if ends:
+            name_ends(axis, ends, 0.07)
+    return file.name
 
 
 def starts(rows: dict[str, dict[float, list[Result]]], start: Result | None, file: Path) -> str:
@@ -87,61 +101,83 @@ def starts(rows: dict[str, dict[float, list[Result]]], start: Result | None, fil
     Test accuracy against the learning rate that runs started from, by method: median over seeds, and range. Methods
     with a target for their steps are drawn through, the others dashed.
     """
-    figure, (axis,) = _figure(1)
-    names: list[End] = []
-    for method, by_rate in rows.items():
-        rates = sorted(by_rate)
-        values = [[100 * r["test"]["accuracy"] for r in by_rate[rate]] for rate in rates]
-        style = "o-" if has_target(method) else "s--"
-        fewest, most = min(map(len, values)), max(map(len, values))
-        seeds = f"n = {fewest}" if fewest == most else f"n = {fewest} to {most}"
-        middle = list(map(median, values))
-        axis.plot(rates, middle, style, color=color(method))
-        names.append((rates[-1], middle[-1], f"{method} ({seeds})", method))
-        axis.fill_between(
-            rates, list(map(min, values)), list(map(max, values)), color=color(method), alpha=0.12, linewidth=0
-        )
-    if start:
-        level = 100 * start["test"]["accuracy"]
-        axis.axhline(level, color="black", linewidth=0.8, linestyle=":")
-        names.append((max(rate for by_rate in rows.values() for rate in by_rate), level, "before training", "grpo"))
-    axis.set_xscale("log")
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("starting learning rate")
-    axis.set_ylabel("accuracy on test problems, %")
-    _name_ends(axis, names)
-    return _saved(figure, file)
+    values = {
+        method: {rate: [100 * r["test"]["accuracy"] for r in by_rate[rate]] for rate in sorted(by_rate)}
+        for method, by_rate in rows.items()
+    }
+    names, target = _short(method for method in rows if has_target(method))
+    found = {}
+    for aimed in (True, False):
+        of_kind = [median(v) for method, at in values.items() if has_target(method) == aimed for v in at.values()]
+        found[aimed] = f"{min(of_kind):.0f} to {max(of_kind):.0f} %" if of_kind else None
+    title = f"With a target for steps, all starts end at {found[True]}"
+    if found[False]:
+        title = f"With a target for steps, all starts end at\n{found[True]}; without one, at {found[False]}"
+    with card(file, 3.6, title) as figure:
+        axis = figure.subplots()
+        ends: list[End] = []
+        for method, by_rate in values.items():
+            rates, entries = list(by_rate), list(by_rate.values())
+            fewest, most = min(map(len, entries)), max(map(len, entries))
+            seeds = f"n = {fewest}" if fewest == most else f"n = {fewest} to {most}"
+            middle = list(map(median, entries))
+            axis.plot(rates, middle, "o-" if has_target(method) else "s--", color=color(method))
+            name = f"{names[method]}, target" if method in names else method
+            ends.append((rates[-1], middle[-1], f"{name} ({seeds})", color(method)))
+            low, high = list(map(min, entries)), list(map(max, entries))
+            axis.fill_between(rates, low, high, color=color(method), alpha=0.12, linewidth=0)
+        if start:
+            level = 100 * start["test"]["accuracy"]
+            axis.axhline(level, color="black", linewidth=0.8, linestyle=":")
+            ends.append((max(rate for by_rate in rows.values() for rate in by_rate), level, "before training", GREY))
+        axis.set_xscale("log")
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("learning rate at the start")
+        axis.set_title("accuracy on test problems, %" + (f"; {target}" if target else ""), loc="left")
+        name_ends(axis, ends, 0.075)
+    return file.name
 
 
 def differences(blocks: dict[str, dict[str, Any]], file: Path) -> str:
     """Differences in test accuracy with their intervals, a line each; hollow where that is of the problems alone."""
-    from matplotlib.figure import Figure
-
-    lines = sum(map(len, blocks.values())) + 1.4 * len(blocks)
-    figure = Figure(figsize=(6.2, 0.6 + 0.21 * lines), layout="constrained")
-    axis = figure.subplots()
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
-    places, names, height = [], [], 0.0
-    for title, block in blocks.items():
-        title_at = {"transform": axis.get_yaxis_transform(), "va": "center"}
-        axis.text(0, height, title, fontsize=9, weight="bold", backgroundcolor="white", **title_at)
-        height -= 1
-        for label, (values, interval, of_problems) in block.items():
-            mean = sum(values) / len(values)
-            low, high = interval or (mean, mean)
-            hue = color(label)
-            axis.plot((low, high), (height, height), color=hue, linewidth=1.4, alpha=0.4 if of_problems else 1)
-            axis.plot(mean, height, "o", color=hue, markersize=5, fillstyle="none" if of_problems else "full")
-            places.append(height)
-            names.append(f"{label} (n = {len(values)})")
+    intervals = [interval for block in blocks.values() for _, interval, _ in block.values() if interval]
+    around = sum(low <= 0 <= high for low, high in intervals)
+    title = f"Against GRPO: {around} of {len(intervals)} intervals contain zero"
+    lines = sum(map(len, blocks.values())) + 1.7 * len(blocks)
+    with card(file, 0.75 + 0.168 * lines, title) as figure:
+        axis = figure.subplots()
+        axis.spines["left"].set_visible(False)
+        axis.axvline(0, color="black", linewidth=0.8, linestyle=":")
+        beside = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": SMALL}
+        places, ticks, height = [], [], 0.0
+        for name, block in blocks.items():
+            names, shared = _short(block)
+            axis.text(
+                -0.02,
+                height,
+                f"{name}, {shared}" if shared else name,
+                weight="bold",
+                ha="right",
+                **{**beside, "fontsize": 8},
+            )
+            axis.text(1.0, height, "n", **beside)
             height -= 1
-        height -= 0.4
-    axis.set_yticks(places, names, fontsize=8)
-    axis.tick_params(axis="y", length=0)
-    axis.set_ylim(height + 0.6, 0.7)
-    axis.set_xlabel("test accuracy, difference from GRPO in points", fontsize=9)
-    return _saved(figure, file)
+            for label, (values, interval, of_problems) in block.items():
+                mean = sum(values) / len(values)
+                low, high = interval or (mean, mean)
+                hue = color(label)
+                axis.plot((low, high), (height, height), color=hue, linewidth=1.4, alpha=0.4 if of_problems else 1)
+                axis.plot(mean, height, "o", color=hue, fillstyle="none" if of_problems else "full")
+                axis.text(1.0, height, str(len(values)), **beside)
+                places.append(height)
+                ticks.append(names[label])
+                height -= 1
+            height -= 0.7
+        axis.set_yticks(places, ticks)
+        axis.tick_params(axis="y", length=0)
+        axis.set_ylim(height + 0.9, 0.7)
+        axis.set_xlabel("test accuracy, difference from GRPO in points", x=1, ha="right")
+    return file.name
 
 
 def at(result: Result, step: int) -> dict[str, Any]:
@@ -154,68 +190,14 @@ def has_target(label: str) -> bool:
     return ", target " in label
 
 
-def spread_out(values: list[float], gap: float) -> list[float]:
-    """
-    Places for labels of points at `values`, in the same order: at least `gap` apart, each group of those that would
-    overlap around its own mean.
-    """
-    order = sorted(range(len(values)), key=values.__getitem__)
-    groups: list[list[int]] = []
-
-    def middle(group: list[int]) -> float:
-        return sum(values[i] for i in group) / len(group)
-
-    for index in order:
-        groups.append([index])
-        while len(groups) > 1:
-            lower, upper = groups[-2:]
-            if middle(upper) - middle(lower) >= gap * (len(lower) + len(upper)) / 2:
-                break
-            groups[-2:] = [lower + upper]
-    places = [0.0] * len(values)
-    for group in groups:
-        for rank, index in enumerate(group):
-            places[index] = middle(group) + gap * (rank - (len(group) - 1) / 2)
-    return places
+def _short(labels: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Labels without the last part that all of them have, such as a learning rate, and that part."""
+    labels = list(labels)
+    tails = {label.rpartition(", ")[2] for label in labels}
+    if len(tails) != 1 or not all(", " in label for label in labels):
+        return {label: label for label in labels}, ""
+    return {label: label.rpartition(", ")[0] for label in labels}, tails.pop()
 
 
-def _name_ends(axis: Any, ends: list[End]) -> None:
-    """Names in the colours of the lines that end there, in one column on the right, in place of a legend."""
-    bottom, top = axis.get_ylim()
-    heights = spread_out([y for _, y, _, _ in ends], 0.055 * (top - bottom))
-    right = max(x for x, _, _, _ in ends)
-    for (x, y, name, label), height in zip(ends, heights, strict=True):
-        leader = {"arrowstyle": "-", "color": color(label), "linewidth": 0.6, "alpha": 0.5}
-        axis.annotate(
-            name,
-            (x, y),
-            xytext=(right, height),
-            textcoords=axis.transData + _points(axis, 7),
-            color=color(label),
-            fontsize=9,
-            va="center",
-            annotation_clip=False,
-            arrowprops=leader if x < right else None,
-        )
-
-
-def _points(axis: Any, right: float) -> Any:
-    from matplotlib.transforms import ScaledTranslation
-
-    return ScaledTranslation(right / 72, 0, axis.figure.dpi_scale_trans)
-
-
-def _figure(panels: int) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(0.8 + 4.4 * panels, 3.8), layout="constrained")
-    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _saved(figure: Any, file: Path) -> str:
-    # Without a date or version, so that the same results give the same file
-    figure.savefig(file, dpi=130, metadata={"Software": None})
-    return file.name
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")

@@ -44,6 +44,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "benchmarks" / "learning")]
 
+from card import BLUE, GREEN, GREY, ORANGE, TEXT, card, name_ends  # noqa: E402
+
 from isopo_trl.gsm8k import as_prompts, load_gsm8k  # noqa: E402
 
 
@@ -431,57 +433,56 @@ def sizes_of(layers: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(results: list[dict[str, Any]], file: Path) -> None:
-    """A column of panels per model: rank correlations with both references, and errors of the interacting solution."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(0.4 + 4.4 * len(results), 10.5), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(2, 1.1))
-    grid = upper.subplots(2, len(results), squeeze=False)
-    boxes = lower.subplots(1, len(results), squeeze=False)[0]
-    titles = {"rank": "all positions of the step", "rank_elsewhere": "all positions of its other sequences"}
-    for column, result in enumerate(results):
-        layers = result["layers"]
-        words = f"{result['model'].removesuffix('-Instruct')}:"
-        sizes = sizes_of(layers)
-        x = [int(size) for size in sizes]
-        for axis, (rank, title) in zip(grid[:, column], titles.items(), strict=True):
-            for scope, label, color in (
-                ("sampled", f"microbatch, {SAMPLES} positions", "#0072b2"),
-                ("all", "microbatch, all positions", "#009e73"),
-            ):
-                values = [sorted(layer[scope][size][rank] for layer in layers) for size in sizes]
-                axis.plot(x, [median(entries) for entries in values], "o-", color=color, label=label, markersize=4)
-                quarter = len(values[0]) // 4
-                low, high = [v[quarter] for v in values], [v[-1 - quarter] for v in values]
-                axis.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
-            for count, style in zip(layers[0]["kept"], ("-", "--", ":"), strict=False):
-                level = middle(layers, "kept", count, rank)
-                axis.axhline(level, color="#d55e00", linestyle=style, label="another step")
-                axis.annotate(
-                    count, (1, level), xycoords=("axes fraction", "data"), va="center", color="#d55e00", fontsize=9
-                )
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(x, sizes)
-            axis.set_ylim(0, 1.02)
+    """A column of panels per model with rank correlations with both references, and errors of both below."""
+    ranks = {"rank": "all positions of the step", "rank_elsewhere": "those of its other sequences"}
+    names = [result["model"].removesuffix("-Instruct") for result in results]
+    scopes = (("sampled", f"microbatch, {SAMPLES}", BLUE, -12), ("all", "microbatch, all", GREEN, 6))
+    ways = list(results[0]["layers"][0]["solutions"])
+    title = "About other sequences, 64 positions of another\nstep say more than 64 of the microbatch"
+    with card(file, 5.0 + 0.21 * len(ways), title) as figure:
+        upper, lower = figure.subfigures(2, 1, height_ratios=(4.0, 0.4 + 0.21 * len(ways)), facecolor="none")
+        grid = upper.subplots(2, len(results), squeeze=False, sharey=True)
+        box = lower.subplots()
+        for column, (result, name) in enumerate(zip(results, names, strict=True)):
+            layers = result["layers"]
+            sizes = sizes_of(layers)
+            x = [int(size) for size in sizes]
+            for axis, (rank, reference) in zip(grid[:, column], ranks.items(), strict=True):
+                for scope, words, color, above in scopes:
+                    values = [sorted(layer[scope][size][rank] for layer in layers) for size in sizes]
+                    middles = [median(entries) for entries in values]
+                    axis.plot(x, middles, "o-", color=color)
+                    quarter = len(values[0]) // 4
+                    low, high = [v[quarter] for v in values], [v[-1 - quarter] for v in values]
+                    axis.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+                    if axis is grid[0, 0]:
+                        beside = {"xytext": (0, above), "textcoords": "offset points", "ha": "right"}
+                        axis.annotate(words, (x[-1], middles[-1]), color=color, **beside)
+                levels = [middle(layers, "kept", count, rank) for count in layers[0]["kept"]]
+                for level, style in zip(levels, ("-", "--", ":"), strict=False):
+                    axis.axhline(level, color=ORANGE, linestyle=style)
+                ends = [(x[-1], level, count, ORANGE) for level, count in zip(levels, layers[0]["kept"], strict=True)]
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(x, sizes)
+                axis.set_ylim(0, 1.2)
+                name_ends(axis, ends, 0.11)
+                words = "" if column else f"rank correlation with F from {reference}"
+                axis.set_title(f"{words}\n{name}", loc="left")
+                if axis is grid[0, 0]:
+                    axis.text(x[0], 0.05, "another step", color=ORANGE)
+        for axis in grid[-1]:
             axis.set_xlabel("sequences per microbatch")
-            axis.set_title(f"{words} rank correlation of $F_s$\nwith that of {title}", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
-            if column == 0:
-                axis.set_ylabel("median over layers, and quartiles")
-        handles, labels = grid[0, column].get_legend_handles_labels()
-        of_each = dict(zip(labels, handles, strict=True))
-        of_each["another step, this many positions"] = of_each.pop("another step")
-        grid[0, 0].legend(of_each.values(), of_each.keys(), fontsize=9, frameon=False, loc="lower left")
-        below = boxes[column]
-        ways = list(layers[0]["solutions"])
-        errors = [[100 * layer["solutions"][way]["step"] for layer in layers] for way in ways]
-        below.boxplot(errors, orientation="horizontal", showfliers=False, medianprops={"color": "#d55e00"})
-        below.set_yticks(range(1, len(ways) + 1), ways if column == 0 else [""] * len(ways), fontsize=9)
-        below.invert_yaxis()
-        below.set_xlim(0, 150)
-        below.set_title(f"{words}\ninteracting, distance from the\nwhole step's gradient, %", fontsize=10)
-        below.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110, metadata={"Software": None})
+        for place, (result, name, color) in enumerate(zip(results, names, (BLUE, GREEN, GREY), strict=False)):
+            errors = [[100 * layer["solutions"][way]["step"] for layer in result["layers"]] for way in ways]
+            at = [number + 0.36 * (place - (len(results) - 1) / 2) for number in range(len(ways))]
+            drawn = {"color": color}
+            parts = {f"{part}props": drawn for part in ("box", "whisker", "cap", "median")}
+            box.boxplot(errors, positions=at, widths=0.28, orientation="horizontal", showfliers=False, **parts)
+            box.text(1, 0.6 - 0.07 * place, name, color=color, ha="right", transform=box.transAxes)
+        box.set_yticks(range(len(ways)), ways)
+        box.invert_yaxis()
+        box.set_xlim(0, 150)
+        lower.suptitle("interacting: distance from the whole step's gradient, %", x=0.03, ha="left", size=TEXT)
 
 
 # Command line

@@ -29,6 +29,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from datasets import Dataset
@@ -42,8 +43,9 @@ from isopo_trl.loss.sampler import noting_logps
 from isopo_trl.token_weights import batch_figures, ratio_sums
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "speed"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("learning", "speed")]
 
+from card import BLUE, GREEN, GREY, LIGHT_GREY, ORANGE, card  # noqa: E402
 from setting import environment, import_pyplot  # noqa: E402
 
 
@@ -78,7 +80,7 @@ METHODS = {
     "KPO, fisher": {"rule": "fisher", "token_weights": "kpo", "regularization": 1.0},
 }
 FIGURES = ("ess", "kl", "reverse_kl")
-COLORS = {"plain": "#555555", "GRPO": "#000000", "sampler": "#009e73", "P3O": "#0072b2", "KPO": "#d55e00"}
+COLORS = {"plain": LIGHT_GREY, "GRPO": GREY, "sampler": GREEN, "P3O": BLUE, "KPO": ORANGE}
 
 
 def parse() -> argparse.Namespace:
@@ -327,7 +329,8 @@ def row(runs: list[dict]) -> str:
     )
 
 
-PLOTTED = {"reward": "reward at the end", "kl": "largest KL(policy || behaviour) of a step"}
+PLOTTED = {"reward": "reward at the end", "kl": "largest KL of a step"}
+TITLE = ("plain", "GRPO (TRL)", "P3O")  # methods that it names
 # A figure of one method in one case: its median over seeds, the smallest and the largest
 Spread = tuple[float, float, float]
 
@@ -366,30 +369,31 @@ def read_table(text: str) -> dict[str, dict[str, dict[str, Spread]]]:
 
 
 def plot(figures: dict[str, dict[str, dict[str, Spread]]], path: str) -> None:
-    """A row of panels for the reward and one for the divergence, with one panel per case and one line per method."""
-    pyplot = import_pyplot()
-    figure, panels = pyplot.subplots(
-        len(PLOTTED), len(figures), squeeze=False, sharex="row", sharey=True, figsize=(1.4 + 2.5 * len(figures), 5.6)
-    )
-    for row_of_panels, (quantity, words) in zip(panels, PLOTTED.items(), strict=True):
-        for panel, (case, methods) in zip(row_of_panels, figures.items(), strict=True):
-            for place, (method, of_method) in enumerate(methods.items()):
-                middle, low, high = of_method[quantity]
-                color = COLORS[next(name for name in COLORS if method.startswith(name))]
-                panel.plot([low, high], [place, place], color=color, linewidth=2.5, alpha=0.35, solid_capstyle="butt")
-                panel.plot(middle, place, "D" if "fisher" in method else "o", color=color, markersize=5.5)
-            panel.set_yticks(range(len(methods)), methods)
-            panel.grid(axis="x", alpha=0.3)
-            panel.spines[["top", "right", "left"]].set_visible(False)
-            panel.tick_params(axis="y", length=0)
-            panel.set_xlabel(words if len(words) < 20 else words.replace(" of a", "\nof a"), fontsize=9)
-            if quantity == "kl":
-                panel.set_xscale("log")
-            else:
-                panel.set_title(CASES[case][0], fontsize=9)
-    panels[0, 0].invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    """A row of panels per case, one for the reward and one for the divergence, with a line per method."""
+    heights = [len(methods) for methods in figures.values()]
+    rewards = {name: [of_case[name]["reward"][0] for of_case in figures.values() if name in of_case] for name in TITLE}
+    ranges = [f"{name} {min(of_all):.2f} to {max(of_all):.2f}" for name, of_all in rewards.items() if of_all]
+    title = fill(f"Reward at the end: {', '.join(ranges)}", 46)
+    with card(path, 0.9 + 0.155 * sum(heights) + 0.42 * len(figures), title) as figure:
+        panels = figure.subplots(
+            len(figures), len(PLOTTED), squeeze=False, sharex="col", sharey="row", height_ratios=heights
+        )
+        for row_of_panels, (case, methods) in zip(panels, figures.items(), strict=True):
+            for panel, quantity in zip(row_of_panels, PLOTTED, strict=True):
+                for place, (method, of_method) in enumerate(methods.items()):
+                    middle, low, high = of_method[quantity]
+                    color = COLORS[next(name for name in COLORS if method.startswith(name))]
+                    panel.plot([low, high], [place, place], color=color, linewidth=2.5, alpha=0.35)
+                    panel.plot(middle, place, "D" if "fisher" in method else "o", color=color)
+                panel.set_yticks(range(len(methods)), methods)
+                panel.grid(axis="x", alpha=0.3)
+                panel.spines["left"].set_visible(False)
+                panel.tick_params(axis="y", length=0)
+            row_of_panels[0].set_ylim(len(methods) - 0.5, -0.5)
+            row_of_panels[0].set_title(" ".join(CASES[case][0].split()), loc="left", x=-0.6)
+        for panel, (quantity, words) in zip(panels[-1], PLOTTED.items(), strict=True):
+            panel.set_xlabel(words)
+            panel.set_xscale("log" if quantity == "kl" else "linear")
 
 
 def main():

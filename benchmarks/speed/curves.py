@@ -15,6 +15,10 @@ import argparse
 import copy
 import itertools
 import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import fill
 
 from setting import (
     HEADER,
@@ -31,6 +35,12 @@ from setting import (
 )
 
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "learning"))
+
+from card import BLUE, GREEN, ORANGE, PINK, card  # noqa: E402
+
+
+COLORS = (BLUE, ORANGE, GREEN, PINK)
 GRIDS = {
     "length": (512, 1024, 2048, 4096, 8192),
     "sequences": (1, 2, 4, 8, 16, 32, 64),
@@ -122,37 +132,43 @@ def read_table(text: str, section: str) -> dict[str, list[dict]]:
     return curves
 
 
+def lines(points: list[dict]) -> Iterator[tuple[str, str, str, list[float]]]:
+    """What there is of a quantity: name, style, colour and ratios of each line."""
+    rules = [name for name in points[0]["results"] if name != "grpo"]
+    for rule, color in zip(rules, itertools.cycle(COLORS)):
+        for kind, name, style in (("ratio", "time", "o-"), ("memory_ratio", "memory", "s--")):
+            ratios = [point["results"][rule][kind] for point in points]
+            if None not in ratios:
+                yield name if len(rules) == 1 else f"{rule}, {name}", style, color, ratios
+
+
 def plot(curves: dict[str, list[dict]], path: str) -> None:
-    pyplot = import_pyplot()
+    """A panel per quantity, a line for time and a dashed one for memory."""
     columns = min(2, len(curves))
     rows = -(-len(curves) // columns)
-    figure, panels = pyplot.subplots(
-        rows,
-        columns,
-        squeeze=False,
-        sharey=True,
-        figsize=(0.6 + 3.9 * columns, 0.3 + 2.8 * rows),
-        layout="constrained",
-    )
-    for panel in panels.flat[len(curves) :]:
-        panel.remove()
-    for panel, (quantity, points) in zip(panels.flat, curves.items(), strict=False):
-        values = [point["value"] for point in points]
-        for number, name in enumerate(name for name in points[0]["results"] if name != "grpo"):
-            for kind, label, style in (("ratio", "time", "o-"), ("memory_ratio", "memory", "s--")):
-                ratios = [point["results"][name][kind] for point in points]
-                if None not in ratios:
-                    panel.plot(values, ratios, style, color=f"C{number}", label=f"{name}, {label}", markersize=4)
-        panel.axhline(1, color="grey", linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(values, values)
-        panel.minorticks_off()
-        panel.set_xlabel(LABELS[quantity])
-    for panel in panels[:, 0]:
-        panel.set_ylabel("ratio to GRPO")
-    panels[0, 0].legend(fontsize=9, frameon=False)
-    figure.savefig(path, dpi=110)
+    ranges: dict[str, list[float]] = {}
+    for name, _, _, ratios in itertools.chain.from_iterable(map(lines, curves.values())):
+        ranges.setdefault(name, []).extend(ratios)
+    found = ", ".join(f"{name} {min(all_of):.2f} to {max(all_of):.2f}" for name, all_of in ranges.items())
+    title = fill(f"{found[0].upper()}{found[1:]} of GRPO's", 40)
+    with card(path, 0.6 + 1.75 * rows, title) as figure:
+        panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+        for panel in panels.flat[len(curves) :]:
+            panel.remove()
+        for panel, (quantity, points) in zip(panels.flat, curves.items(), strict=False):
+            values = [point["value"] for point in points]
+            for name, style, color, ratios in lines(points):
+                panel.plot(values, ratios, style, color=color)
+                if panel is panels[0, 0]:
+                    beside = {"xytext": (0, 5), "textcoords": "offset points", "va": "bottom"}
+                    panel.annotate(name, (values[0], ratios[0]), color=color, **beside)
+            panel.axhline(1, color="grey", linewidth=0.8)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(values, values)
+            panel.minorticks_off()
+            panel.set_xlabel(LABELS[quantity])
+        for panel in panels[:, 0]:
+            panel.set_ylabel("ratio to GRPO")
 
 
 def main():

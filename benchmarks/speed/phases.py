@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEARNING = ROOT / "benchmarks" / "learning"
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(LEARNING)]
 
+from card import SMALL, card  # noqa: E402
 from learning import commit  # noqa: E402
 from scheduling import worker_environment  # noqa: E402
 
@@ -299,33 +301,29 @@ def label(method: str) -> str:
 
 def plot(report: dict[str, Any], path: str) -> None:
     """Bars of seconds per optimizer step, one per method, a piece per phase."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     methods = report["methods"]
-    figure, axes = pyplot.subplots(figsize=(9, 1.4 + 0.7 * len(methods)))
-    left = [0.0] * len(methods)
-    whole = max(figures["seconds"] for figures in methods.values())
-    for phase, colour in zip(PHASES, COLOURS, strict=True):
-        widths = [figures["phases"][phase] for figures in methods.values()]
-        axes.barh(range(len(methods)), widths, 0.62, left=left, label=phase, color=colour)
-        for place, width in enumerate(widths):
-            if width > 0.04 * whole:
-                axes.text(left[place] + width / 2, place, f"{width:.2f}", ha="center", va="center", fontsize=8)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    for place, figures in enumerate(methods.values()):
-        axes.text(left[place] + 0.01 * whole, place, f"{figures['seconds']:.2f} s", va="center", fontsize=9)
-    axes.set_yticks(range(len(methods)), [label(method) for method in methods])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * whole)
-    axes.set_xlabel("seconds per optimizer step")
-    axes.set_title(report["title"], fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=len(PHASES), frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150, bbox_inches="tight")
+    wholes = [figures["seconds"] for figures in methods.values()]
+    (first, longest), *others = zip(map(label, methods), wholes, strict=True)
+    shares = [f"{name} {whole / longest:.2f}" for name, whole in others]
+    finding = "\n".join([f"A step, beside {first}'s {longest:.2f} s:", *shares])
+    with card(path, 1.55 + 0.15 * len(shares) + 0.62 * len(methods), finding) as figure:
+        axes = figure.subplots()
+        for place, (method, figures) in enumerate(methods.items()):
+            left = 0.0
+            for phase, colour in zip(PHASES, COLOURS, strict=True):
+                width = figures["phases"][phase]
+                axes.barh(place, width, 0.5, left=left, color=colour)
+                middle = left + width / 2
+                if width > 0.05 * max(wholes):
+                    axes.text(middle, place, f"{width:.1f}", ha="center", va="center", fontsize=SMALL)
+                    if place == 0:  # the names of phases, over the pieces that are wide enough to be seen
+                        axes.text(middle, -0.3, phase, rotation=35, ha="left", va="bottom", rotation_mode="anchor")
+                left += width
+            axes.text(0, place - 0.3, label(method), va="bottom")
+        axes.set_yticks([])
+        axes.set_ylim(len(methods) - 0.7, -0.5)
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel("seconds per optimizer step\n" + fill(report["title"], 60), fontsize=SMALL)
 
 
 def title(figures: dict[str, Any]) -> str:

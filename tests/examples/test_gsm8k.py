@@ -303,9 +303,8 @@ def test_what_is_used_and_why(gsm8k):
         assert model == dataset == "embedded" and "the quick start" in reason
 
 
-def test_what_takes_hours_is_not_begun_unasked(gsm8k, monkeypatch):
-    for module in (torch.cuda, torch.accelerator):
-        monkeypatch.setattr(module, "is_available", lambda: True)
+def test_what_takes_hours_is_not_begun_unasked(gsm8k, example_run, monkeypatch):
+    monkeypatch.setattr(example_run, "device", lambda: ("cuda", (9, 0)))
     _, args, model_args = gsm8k.read_arguments(["--use_cpu", "--bf16=false"])
     assert model_args.model_name_or_path == "embedded"
     assert args.max_steps == 12 and args.save_strategy == "no"

@@ -1,5 +1,6 @@
 """`learning.py report`: what it says of made-up results, whose statistics are computed here as well."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -185,10 +186,26 @@ def test_what_is_written_by_hand_stays_and_what_is_not_run_is_said(report, capsy
     assert report() == (2, "# Nothing\n") and "must have these two lines" in capsys.readouterr().err
 
 
-def test_the_page_in_the_repository_is_that_of_its_results(module, tmp_path):
-    """To the letter, so that the same results give the same page; and the matrix has all of them."""
+def test_the_page_in_the_repository_is_that_of_its_results(module, tmp_path, monkeypatch):
+    """
+    To the letter, so that the same results give the same page; and the matrix has all of them. On a phone, half of
+    their size, figures can be read.
+    """
     pytest.importorskip("matplotlib")
+    import report_figures
+    from card import DPI, SMALL, WIDTH
+    from matplotlib.text import Text
     from matrix import Matrix, Run, read_results
+
+    own, cards = report_figures.card, []
+
+    @contextlib.contextmanager
+    def kept(*arguments):
+        with own(*arguments) as figure:
+            cards.append(figure)
+            yield figure
+
+    monkeypatch.setattr(report_figures, "card", kept)
 
     results = read_results(MATRIX.parent / "runs")
     assert all(result["name"] == name for name, result in results.items())
@@ -205,6 +222,13 @@ def test_the_page_in_the_repository_is_that_of_its_results(module, tmp_path):
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"]({picture.name})" in page or f"]({picture.name})" in (ROOT / "docs" / "results.md").read_text()
         assert (ROOT / "docs" / picture.name).is_file()
+    assert SMALL * 360 / 72 / WIDTH >= 9 and WIDTH * DPI == 2 * 360
+    for figure in cards:
+        assert (figure.get_figwidth(), figure.dpi) == (WIDTH, DPI)
+        assert all(text.get_fontsize() >= SMALL for text in figure.findobj(Text))
+        drawn = figure.get_tightbbox()  # in inches
+        assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= WIDTH and drawn.y1 <= figure.get_figheight()
+    assert len(cards) == len(pictures)
 
 
 def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(module, report, many, capsys, monkeypatch):

@@ -1,11 +1,11 @@
-"""Labels in the figures of `learning.py report` do not overlap."""
+"""Labels in figures do not overlap."""
 
 import pytest
 
 
 @pytest.mark.parametrize("values", [[3.0], [1.0, 5.0], [2.0, 2.0, 2.1], [5.0, 1.0, 1.2, 4.9, 1.1], [0.0, 0.9, 1.8]])
 def test_labels_keep_their_order_and_distance(importable, values):
-    from report_figures import spread_out
+    from card import spread_out
 
     places = spread_out(values, 1.0)
     order = sorted(range(len(values)), key=values.__getitem__)
