@@ -7,7 +7,7 @@ normalised as in the whole batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -51,6 +51,33 @@ def what_needs_all(args: Any, terms: Sequence[str], ntk: bool, weighting: Weight
     if args.top_entropy_quantile < 1:
         found.append(f"top_entropy_quantile={args.top_entropy_quantile}")
     return found
+
+
+def are_left_out(args: Any, terms: Sequence[str], ntk: bool, has_own_loss: bool) -> bool:
+    """
+    Whether sequences without an advantage are left out: where that is asked for, or nobody would miss them.
+
+    Args:
+        args, terms, ntk: as for [`what_needs_all`].
+        has_own_loss (`bool`): whether the trainer has a loss or microbatches of its own, which may use them.
+    """
+    if args.skip_zero_advantage and terms:
+        raise ValueError(
+            f"skip_zero_advantage=True leaves out sequences that {', '.join(terms)} acts on even "
+            "without an advantage: set skip_zero_advantage=False, or leave the term out of the loss (beta can go "
+            "into the reward, with kl_in_reward=True)."
+        )
+    if args.skip_zero_advantage is not None:
+        return args.skip_zero_advantage
+    return not (terms or ntk or args.top_entropy_quantile < 1 or has_own_loss)
+
+
+def without_rounding(
+    advantages: torch.Tensor, rewards: torch.Tensor, weights: torch.Tensor, group: int, rank: int
+) -> torch.Tensor:
+    """The advantages `[B]` of a rank, 0 where a group's rewards `[N, functions]` are [equal][equal_rewards]."""
+    equal = equal_rewards(rewards, weights, group)[rank * len(advantages) : (rank + 1) * len(advantages)]
+    return advantages.masked_fill(equal, 0)
 
 
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group: int) -> torch.Tensor:
@@ -178,6 +205,12 @@ class Skipping(TrainerCallback):
             return None if self.is_empty else backward(*args, **kwargs)
 
         return intercepted(self._accelerator, "backward", stand_in)
+
+    def fill_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """In a step without a pass, give parameters the gradients of one: the optimizer steps, by its momentum."""
+        for p in parameters if self.is_idle else ():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
 
     def close(self) -> dict[str, float]:
         """Close the optimizer step, and return what is logged of it."""
