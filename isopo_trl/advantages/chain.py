@@ -10,12 +10,7 @@ from .transform import STAGES, Generation, Transform, named
 
 
 class Chain:
-    """
-    The transforms that the settings name.
-
-    Args:
-        args ([`ISOPOConfig`]): the settings.
-    """
+    """The transforms that the settings name."""
 
     def __init__(self, args: Any):
         self._args = args

@@ -41,13 +41,7 @@ def caught_outputs(engine: Any, wanted: bool) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
-    """
-    Context for a backward pass that is not the loss's.
-
-    Args:
-        engine (`nn.Module`): what DeepSpeed made of the model.
-        outputs (`list[torch.Tensor]`): what its forward returned; empty, without DeepSpeed.
-    """
+    """Context for a backward pass that is not the loss's; `outputs`: what the engine's forward returned, if any."""
     hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in outputs if x._backward_hooks]
     modules = engine.modules() if outputs else ()
     counters = [
@@ -123,9 +117,6 @@ def refuse_optimizer(optimizer: Any) -> None:
 def moved_weights(optimizer: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """
     What this rank's part of the engine's optimizer moves, and what is to be called when somebody else has moved it.
-
-    Args:
-        optimizer: the engine's, which [`refuse_optimizer`] lets pass.
     """
     if _is_plain(optimizer):  # no ZeRO, in float32: the model's weights themselves
         return [p for group in optimizer.param_groups for p in group["params"]], lambda: None

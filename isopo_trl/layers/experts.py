@@ -123,14 +123,7 @@ class Adapter:
 
 
 class ExpertsForward(Layer):
-    """
-    The forward of an experts module, some stacks of which are trained.
-
-    Args:
-        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
-        module (`nn.Module`): the experts.
-        name (`str`): its name in the model.
-    """
+    """The forward of an experts module, some stacks of which are trained."""
 
     kind = "experts"
 

@@ -43,15 +43,7 @@ class LossParts:
 
 
 class LossInParts:
-    """
-    Takes TRL's loss apart.
-
-    Args:
-        weighting ([`Weighting`]): of the tokens.
-        terms ([`Terms`]): without an advantage.
-        accelerator (`Accelerator`): the ranks.
-        needs_behaviour (`bool`): whether anybody asks what tokens were drawn with.
-    """
+    """Takes TRL's loss apart."""
 
     def __init__(self, weighting: Weighting, terms: Terms, accelerator: Any, needs_behaviour: bool):
         self._weighting, self._terms, self._accelerator = weighting, terms, accelerator

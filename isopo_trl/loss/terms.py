@@ -62,9 +62,6 @@ class Terms:
     """
     The terms that a trainer's settings ask for.
 
-    Args:
-        trainer (`GRPOTrainer`): the trainer.
-
     Attributes:
         settings (`list[str]`): the settings, as `name=value`; empty where there are no terms.
         needs_behaviour (`bool`): whether the KL divergence is corrected by the ratio to the policy that drew the
@@ -141,11 +138,6 @@ class Terms:
     def within(self, loss: torch.Tensor, aux_loss: torch.Tensor | None, outputs: Outputs) -> LossTerms:
         """
         The terms of a microbatch that are in the policy's `loss` (scalar): the load-balancing loss, a leaf of it.
-
-        Args:
-            loss (`torch.Tensor`): the loss.
-            aux_loss (`torch.Tensor`, *optional*): the leaf.
-            outputs ([`Outputs`]): what the forward pass has returned.
         """
         derivatives = []
         if aux_loss is not None and aux_loss.requires_grad:

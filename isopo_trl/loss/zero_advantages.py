@@ -183,13 +183,7 @@ class Skipping(TrainerCallback):
         return self._gone > 0 and self._passes == 0
 
     def next_microbatch(self, microbatches: int, optimizer_steps: int) -> dict[str, Any]:
-        """
-        The next microbatch for the loss, where TRL has generated what it needs; `{}` if it is empty.
-
-        Args:
-            microbatches (`int`): how many the step has.
-            optimizer_steps (`int`): number of optimizer steps up to now.
-        """
+        """The next of the step's microbatches for the loss, as TRL has generated it; `{}` if it is empty."""
         if not self._waiting:
             left = microbatches - self._gone
             self._waiting = self._packed(self._progress.coming(left), left, optimizer_steps)

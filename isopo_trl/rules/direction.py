@@ -69,12 +69,9 @@ class GradientSoFar(GivenDirection):
 
 class LastStep(GivenDirection):
     """
-    The direction of the step before: `phi <- mu phi + gradient`, which is the gradient that the optimizer gets.
+    The direction of the step before: `phi <- decay phi + gradient`, which is the gradient that the optimizer gets.
 
     Tensors are the gradients as they were, with the loss's constant in them; `unit` takes it out.
-
-    Args:
-        decay (`float`): mu.
     """
 
     def __init__(self, decay: float):

@@ -21,12 +21,6 @@ def of_settings(args: Any, rule: Rule, weighting: Weighting, optimizer: Any) -> 
     """
     Of an optimizer whose steps are not those that a rule or a weighting means, and of microbatches that leave a rule
     nothing to look at.
-
-    Args:
-        args ([`ISOPOConfig`]): the settings.
-        rule ([`Rule`]): the rule.
-        weighting ([`Weighting`]): of the tokens.
-        optimizer (`torch.optim.Optimizer`, *optional*): one that was given in place of a name.
     """
     direction = rule.direction() if rule.needs.direction else None
     if weighting.of_plain_steps and not is_plain(optimizer, args):

@@ -101,15 +101,7 @@ class StepControl(TrainerCallback):
         self.kl.begin()
 
     def see(self, batch: Batch, step: int, microbatches: int, fresh: bool) -> None:
-        """
-        Take note of a microbatch of the step.
-
-        Args:
-            batch ([`Batch`]): the microbatch.
-            step (`int`): the number of the optimizer step.
-            microbatches (`int`): how many the step has.
-            fresh (`bool`): whether no step came between its generation and now.
-        """
+        """Take note of one of the step's microbatches; `fresh`: no step came between its generation and now."""
         self.kl.note(batch, step, microbatches)
         self.length.see(batch.scored)
         if self.behaviour is not None:

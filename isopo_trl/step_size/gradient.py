@@ -15,13 +15,7 @@ CUT_AWAY = 100
 
 
 class GradientCheck:
-    """
-    Refuses gradients that are not finite, and says once where clipping leaves nothing of their length.
-
-    Args:
-        rule ([`Rule`]): what they were rescaled by.
-        args ([`ISOPOConfig`]): the settings.
-    """
+    """Refuses gradients that are not finite, and says once where clipping leaves nothing of their length."""
 
     def __init__(self, rule: Rule, args: Any):
         self._rule, self._args = rule, args
