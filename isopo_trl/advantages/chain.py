@@ -67,12 +67,8 @@ class Chain:
 
     def verify_generation(self, batch: Batch, is_whole: bool, trainer: str) -> None:
         """
-        Raise where the completions of a generation are not what transforms take them for.
-
-        Args:
-            batch ([`Batch`]): those of this rank.
-            is_whole (`bool`): whether TRL has made it, and there are rewards and a completion for each advantage.
-            trainer (`str`): the class that has generated it.
+        Raise where the completions of a generation, those of this rank in `batch`, are not what transforms take them
+        for. `is_whole`: TRL itself has made it, and there are rewards and a completion for each advantage.
         """
         if not is_whole:
             raise RuntimeError(

@@ -76,13 +76,8 @@ def before_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
 
 def refuse_settings(config: dict[str, Any], given: str, has_target: bool) -> None:
     """
-    Raise for settings of DeepSpeed's with which steps cannot be measured or, where they have a target, not be taken
-    back, or have no learning rate to find.
-
-    Args:
-        config (`dict`): DeepSpeed's settings.
-        given (`str`): the settings that ask for steps to be measured, for the message.
-        has_target (`bool`): whether steps have a target.
+    Raise for settings of DeepSpeed's, in its `config`, with which steps cannot be measured, as those `given` ask for,
+    or, where they have a target, not be taken back, or have no learning rate to find.
     """
     zero = config.get("zero_optimization") or {}
     optimizer, parameters = (zero.get(f"offload_{name}") or {} for name in ("optimizer", "param"))

@@ -49,14 +49,11 @@ def weigh(
     Weigh the tokens of a batch.
 
     Args:
-        weighting ([`Weighting`]): says by how much.
-        batch ([`Batch`]): the batch.
-        outputs ([`Outputs`]): of the forward pass.
+        weighting, batch, outputs: who says by how much, of what, and the forward pass.
         behaviour (`torch.Tensor`, *optional*): `[B, C]`, log-probabilities under the policy that drew the tokens, NaN
             where nobody knows; `None` where nobody asks.
         advantages (`torch.Tensor`): `[B]`, where the loss may have the signs alone.
-        head ([`HeadFigures`], *optional*): of the forward pass.
-        learning_rate (`float`, *optional*): that of the step.
+        head, learning_rate (*optional*): as in [`Tokens`].
     """
     if behaviour is None:
         return Weighed(Weighted(), batch, outputs)

@@ -62,9 +62,7 @@ class LossInParts:
         The loss of a batch; raises where its log-probabilities are not finite.
 
         Args:
-            trl_loss ([`TRLLoss`]): TRL's.
-            batch ([`Batch`]): the microbatch.
-            optimizer_steps (`int`): number of optimizer steps up to now.
+            trl_loss, batch, optimizer_steps: TRL's loss, the microbatch, and the number of optimizer steps up to now.
             rate (`Callable`): returns the learning rate of the step under way, where a weighting asks for it.
             signs (`torch.Tensor`, *optional*): `[B]`, in place of the advantages in the policy's loss.
             policy_in (`AbstractContextManager`, *optional*): in which that is computed.

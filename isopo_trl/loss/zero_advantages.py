@@ -30,13 +30,8 @@ _COEFFICIENTS = (*(f"isopo/multiplier_{name}" for name in ("mean", "min", "max")
 
 def what_needs_all(args: Any, terms: Sequence[str], ntk: bool, weighting: Weighting) -> list[str]:
     """
-    The settings with which a sequence without an advantage is computed, or has a gradient all the same.
-
-    Args:
-        args ([`ISOPOConfig`]): the settings.
-        terms (`Sequence[str]`): those of them that add terms without an advantage to the loss.
-        ntk (`bool`): whether coefficients are of all sequences of a microbatch.
-        weighting ([`Weighting`]): of the tokens.
+    The settings with which a sequence without an advantage is computed, or has a gradient all the same: of the `args`,
+    those that add `terms` without an advantage to the loss, and a rule that asks for the `ntk`.
     """
     found, skips = [*terms], args.skip_zero_advantage
     if skips is False:

@@ -204,12 +204,8 @@ class Replayed:
 
 class State(NamedTuple):
     """
-    What of a model a graph takes for granted.
-
-    Args:
-        tensors (`list[torch.Tensor]`): its parameters and buffers.
-        places (`list`): where they lie, and their types.
-        adapters (`list`): which of them are in use, layer by layer, and what LoRA's are multiplied by.
+    What of a model a graph takes for granted: its parameters and buffers, where they lie, and their types, and which
+    adapters are in use, layer by layer, and what LoRA's are multiplied by.
     """
 
     tensors: list[torch.Tensor]

@@ -42,12 +42,7 @@ def largest_rate(optimizer: Any, args: Any) -> float:
 
 def refusal_by_name(optim: str, given: str, has_target: bool) -> str | None:
     """
-    Why the optimizer of a name of `optim` is refused, if it is.
-
-    Args:
-        optim (`str`): the name.
-        given (`str`): the settings that ask for steps to be measured, for the message.
-        has_target (`bool`): whether steps have a target.
+    Why the optimizer of a name of `optim` is refused, if it is, by settings `given` that ask for steps to be measured.
     """
     reason = (REFUSED if has_target else UNMEASURED).get(optim)
     if reason is None:
