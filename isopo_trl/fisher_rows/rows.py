@@ -228,7 +228,10 @@ class FisherRows:
     def _exchange_between_ranks(self) -> None:
         """Give all ranks the same rows: those of the best priorities, each of which one rank has."""
         device = next(iter(next(iter(self._layers.values())).collected.values())).device
-        orders = {sequences: self._order(sequences, device) for sequences in sorted(self._sets())}
+        orders = {
+            sequences: self._order(sequences, device)
+            for sequences in sorted({layer.sequences for layer in self._layers.values()})
+        }
         alike: dict[tuple, list[tuple[int, str]]] = {}  # of one shape, so that few launches serve many layers
         for index, layer in sorted(self._layers.items()):
             for name, x in layer.collected.items():
@@ -245,9 +248,6 @@ class FisherRows:
                 found[index][name] = x
         for index, layer in self._layers.items():
             layer.held = SampleRows(**found[index])
-
-    def _sets(self) -> set[int]:
-        return {layer.sequences for layer in self._layers.values()}
 
     def _order(self, sequences: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's rows goes to each slot, `[n]`, and which slots are not this rank's to fill."""

@@ -243,9 +243,9 @@ def factors(wrapper: Any, adapter: str, transposed: bool) -> dict[str, torch.Ten
     A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     E = wrapper.num_experts
     A, B = A.reshape(E, -1, A.shape[1]), B.reshape(B.shape[0], -1, E).permute(2, 0, 1)
-    if getattr(wrapper, "_did_swap_in_out_features", False) != transposed:
+    if wrapper._did_swap_in_out_features != transposed:
         return {"A": A, "B": B}
-    # PEFT before 0.19 takes every stack for one of transposed matrices, and B comes first
+    # PEFT takes transposed matrices that do not say so, as Llama 4's, for others, and B comes first
     return {"B": B.transpose(1, 2), "A": A.transpose(1, 2)}
 
 

@@ -60,8 +60,8 @@ def weigh(
     if not weighting.needs_behaviour:  # it is asked for, but not for a ratio in the policy's part of the loss
         return Weighed(Weighted(), batch.weighed(), outputs)
     logps = outputs.logps
-    ids, prompts = batch.get("completion_ids"), batch.get(PROMPT_NUMBERS)
-    weighted = weighting(logps, behaviour, batch.counted, advantages, ids, prompts, head, learning_rate)
+    known = {"ids": batch.get("completion_ids"), "prompts": batch.get(PROMPT_NUMBERS), "head": head}
+    weighted = weighting(logps, behaviour, batch.counted, advantages, **known, learning_rate=learning_rate)
     if weighted.old_logps is not None:
         old = weighted.old_logps
         return Weighed(weighted, batch.weighed(old_logps=old, sampler_logps=old), outputs)

@@ -87,7 +87,7 @@ class LastStep(GivenDirection):
                 self._tensors.pop(p, None)
                 continue
             if p.grad is None and p in self._tensors:  # nothing has come to it in this step
-                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             if p.grad is not None:
                 stepped.append(p)
         if not stepped:
