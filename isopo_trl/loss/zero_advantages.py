@@ -50,11 +50,8 @@ def what_needs_all(args: Any, terms: Sequence[str], ntk: bool, weighting: Weight
 
 def are_left_out(args: Any, terms: Sequence[str], ntk: bool, has_own_loss: bool) -> bool:
     """
-    Whether sequences without an advantage are left out: where that is asked for, or nobody would miss them.
-
-    Args:
-        args, terms, ntk: as for [`what_needs_all`].
-        has_own_loss (`bool`): whether the trainer has a loss or microbatches of its own, which may use them.
+    Whether sequences without an advantage are left out: where that is asked for, or nobody would miss them, as a
+    trainer may that has a loss or microbatches of its own.
     """
     if args.skip_zero_advantage and terms:
         raise ValueError(
@@ -234,12 +231,8 @@ class Skipping(TrainerCallback):
 
     def _part(self, whole: Batch, rows: list[int], divisors: torch.Tensor) -> dict[str, Any]:
         """
-        A microbatch of some of the sequences.
-
-        Args:
-            whole ([`Batch`]): with `B` sequences.
-            rows (`list[int]`): which of them; none for one without an advantage that does not count.
-            divisors (`torch.Tensor`): `[B]`, what their part of the loss is to be divided by.
+        A microbatch of some `rows` of the `whole`; of none, one without an advantage that does not count. `divisors`
+        `[B]` are what the sequences' parts of the loss are to be divided by.
         """
         chosen = rows + self._filling(whole, rows)
         part = Batch(rows_of_batch(whole, chosen))

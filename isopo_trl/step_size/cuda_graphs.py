@@ -257,14 +257,8 @@ def _is_tuner(kind: Any) -> bool:
 
 class Recording:
     """
-    A pass as a CUDA graph.
-
-    Args:
-        function (`Callable`): the pass.
-        inputs (`tuple[torch.Tensor, ...]`): what it reads, for good.
-        output (`torch.Tensor`): what it writes.
-        pool: of memory, for what it has in between; that of other graphs, too.
-        stream (`torch.cuda.Stream`): the same for all graphs of a pool.
+    A pass as a CUDA graph, which reads `inputs` and writes `output`, for good. What it has in between is in `pool`, as
+    that of other graphs is, whose `stream` is the same.
     """
 
     def __init__(
