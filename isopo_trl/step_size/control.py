@@ -31,14 +31,16 @@ PATIENCE = 3
 
 class StepControl(TrainerCallback):
     """
-    Measures each optimizer step, and with `target_kl` controls its length: multiplies the learning rate for the time
-    of the step, shortens it where it went too far, and learns from it.
+    Measures each optimizer step, and with `target_kl` controls its length: multiplies the learning rate for the time of
+    the step, shortens it where it went too far, and learns from it.
 
-    Args: kl, size, behaviour: what measures steps; decides, where there is a target; and ends generations, where the
-    drift is bounded. accelerator (`Accelerator`): the ranks. is_auto (`bool`): whether the target is the [`automatic`]
-    one, whatever `size` says. log (`Callable`): takes figures by their names. offload (`bool`): whether to keep a copy
-    of the weights in the memory of the host. engine, others (`Callable`, *optional*): return DeepSpeed's engine, where
-    there is one, and the trainer's callbacks.
+    Args:
+        kl, size, behaviour: measures steps; decides, where there is a target; ends generations, where drift is bounded.
+        accelerator (`Accelerator`): the ranks.
+        is_auto (`bool`): whether the target is the [`automatic`] one, whatever `size` says.
+        log (`Callable`): takes figures by their names.
+        offload (`bool`): whether to keep a copy of the weights in the memory of the host.
+        engine, others (`Callable`, *optional*): return DeepSpeed's engine, if any, and the trainer's callbacks.
     """
 
     def __init__(
