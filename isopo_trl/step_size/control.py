@@ -31,11 +31,11 @@ PATIENCE = 3
 
 class StepControl(TrainerCallback):
     """
-    Measures each optimizer step, and with `target_kl` controls its length: multiplies the learning rate for the time of
-    the step, shortens it where it went too far, and learns from it.
+    Measures each optimizer step, and with `target_kl` controls its length: multiplies the learning rate for the time
+    of the step, shortens it where it went too far, and learns from it.
 
     Args:
-        kl, size, behaviour: measures steps; decides, where there is a target; ends generations, where drift is bounded.
+        kl, size, behaviour: measures steps; decides, where there is a target; ends generations.
         accelerator (`Accelerator`): the ranks.
         is_auto (`bool`): whether the target is the [`automatic`] one, whatever `size` says.
         log (`Callable`): takes figures by their names.
