@@ -440,23 +440,10 @@ class ISOPOTrainer(GRPOTrainer):
             )
         self._add_drift(batch, parts)
         self._log_loss(parts)
-        outputs, weighed, moving = parts.outputs, parts.weighed, parts.moving
-        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        by_weights = [] if weighed.weights is None else [weighed.weights]
-        slope, by_logps, *by_weights = torch.autograd.grad(parts.policy, [signs, parts.logps, *by_weights])
-        value = parts.policy.detach() + ((advantages * batch.loss_weights - signs.detach()) * slope).sum()
-        value = value + parts.terms.value
-        if in_loss:
-            by_logps = by_logps * sizes.unsqueeze(1)
-        loss = Derivative(weighed.outputs.logps, by_logps).term
+        policy, moving, value = parts.going_back(batch, signs, self.loss_type)
+        loss = Derivative(policy.output, policy.slope * sizes.unsqueeze(1) if in_loss else policy.slope).term
         if not self.isopo.every_layer_was_reached:  # before the first backward
             refuse_readers(loss, self.model)
-        pull = None if weighed.weighted.unscaled is None else weighed.weighted.unscaled()
-        if pull is not None:
-            # By what the loss multiplies a token: its normalisation, and TRL's masks
-            share = -by_weights[0] * ratio_loss.signs(advantages, self.loss_type).unsqueeze(1)
-            value = value + (share * pull.value).sum()
-            moving = [*moving, Derivative(outputs.logps, share * pull.slope)]
         if moving:
             term = torch.stack([derivative.term for derivative in moving]).sum()
             if in_loss:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..token_weights import Weighting
+from ..token_weights import Weighting, ratio_loss
 from ..trl_seam.batch import Batch
 from ..trl_seam.head import HeadFigures, head_figures_noted
 from ..trl_seam.loss import Figures, Outputs, TRLLoss, without_graph
@@ -40,6 +40,28 @@ class LossParts:
     terms: LossTerms
     moving: list[Derivative]
     figures: Figures
+
+    def going_back(
+        self, batch: Batch, signs: torch.Tensor, loss_type: str
+    ) -> tuple[Derivative, list[Derivative], torch.Tensor]:
+        """
+        What goes back through the model of the policy's loss, which has the `signs` `[B]` for the advantages of the
+        `batch`; what goes back of terms without an advantage, the weighting's among them; and the value of the whole
+        loss, with the advantages in it.
+        """
+        weighed, moving = self.weighed, self.moving
+        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
+        by_weights = [] if weighed.weights is None else [weighed.weights]
+        slope, by_logps, *by_weights = torch.autograd.grad(self.policy, [signs, self.logps, *by_weights])
+        value = self.policy.detach() + ((batch.advantages * batch.loss_weights - signs.detach()) * slope).sum()
+        value = value + self.terms.value
+        pull = None if weighed.weighted.unscaled is None else weighed.weighted.unscaled()
+        if pull is not None:
+            # By what the loss multiplies a token: its normalisation, and TRL's masks
+            share = -by_weights[0] * ratio_loss.signs(batch.advantages, loss_type).unsqueeze(1)
+            value = value + (share * pull.value).sum()
+            moving = [*moving, Derivative(self.outputs.logps, share * pull.slope)]
+        return Derivative(weighed.outputs.logps, by_logps), moving, value
 
 
 class LossInParts:
