@@ -47,6 +47,11 @@ _OF_GRPO = (
 _LARGEST = 3.4e38
 
 
+def _setting(default: Any, meaning: str) -> Any:
+    """A field, and what the command line says of it."""
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass
 class ISOPOConfig(GRPOConfig):
     r"""
@@ -266,216 +271,139 @@ class ISOPOConfig(GRPOConfig):
     > `"vespo"`.
     """
 
-    rule: str = field(
-        default="fisher",
-        metadata={
-            "help": "How each sequence's gradient is rescaled, layer by layer: 'fisher' (1/F), 'npg' ((F/N)^-2), "
-            "'fig4' ((F/N)^-2/N), 'euclidean' (1/N), 'interacting' ((K + c0 I)^-1 A), 'spring' (the same with "
-            "momentum), 'proma' (the step's earlier microbatches give way to a microbatch), 'none' (REINFORCE)."
-        },
+    rule: str = _setting(
+        "fisher",
+        "How each sequence's gradient is rescaled, layer by layer: 'fisher' (1/F), 'npg' ((F/N)^-2), "
+        "'fig4' ((F/N)^-2/N), 'euclidean' (1/N), 'interacting' ((K + c0 I)^-1 A), 'spring' (the same with "
+        "momentum), 'proma' (the step's earlier microbatches give way to a microbatch), 'none' (REINFORCE).",
     )
-    fisher_power: float | None = field(
-        default=None, metadata={"help": "Exponent p of the Fisher norm. If `None`, the rule's."}
+    fisher_power: float | None = _setting(None, "Exponent p of the Fisher norm. If `None`, the rule's.")
+    norm_power: float | None = _setting(None, "Exponent q of the Euclidean norm. If `None`, the rule's.")
+    relative_power: float | None = _setting(None, "Exponent r of the relative norm F/N. If `None`, the rule's.")
+    regularization: float | None = _setting(
+        None,
+        "Regularisation lambda, in units of the running mean square. If `None`, 0.1, and 1 for 'fig4', "
+        "'interacting' and 'spring'. 0 is the paper's formula, in which a sequence with next to no gradient is "
+        "blown up.",
     )
-    norm_power: float | None = field(
-        default=None, metadata={"help": "Exponent q of the Euclidean norm. If `None`, the rule's."}
+    regularization_decay: float = _setting(0.9, "Decay of the running means E, per optimizer step.")
+    spring_decay: float = _setting(0.99, "Part mu of the last step's direction that 'spring' keeps.")
+    proma_strength: float = _setting(
+        1.0, "How many times 'proma' takes away the projection of what the step has accumulated."
     )
-    relative_power: float | None = field(
-        default=None, metadata={"help": "Exponent r of the relative norm F/N. If `None`, the rule's."}
+    proma_bound: float = _setting(0.5, "How long this projection may be, in lengths of the microbatch's own gradient.")
+    keep_small: bool = _setting(
+        False,
+        "Whether sequences with a small norm keep their size, regularised by "
+        "`sqrt(x^2 / (lambda E[x^2]) + 1)`. Requires `regularization > 0`.",
     )
-    regularization: float | None = field(
-        default=None,
-        metadata={
-            "help": "Regularisation lambda, in units of the running mean square. If `None`, 0.1, and 1 for 'fig4', "
-            "'interacting' and 'spring'. 0 is the paper's formula, in which a sequence with next to no gradient is "
-            "blown up."
-        },
+    fisher_samples: int = _setting(
+        64, "Number of token positions at which the Fisher metric is taken. More than there are means all of them."
     )
-    regularization_decay: float = field(
-        default=0.9, metadata={"help": "Decay of the running means E, per optimizer step."}
+    fisher_scope: str | None = _setting(
+        None,
+        "Where the positions of the Fisher metric are from: 'step' (all microbatches and ranks of the "
+        "optimizer step before, so that nothing depends on how the batch is cut) or 'microbatch'. If `None`, "
+        "'step' for rules that have a Fisher norm, and 'microbatch' with more than 1,024 samples.",
     )
-    spring_decay: float = field(
-        default=0.99, metadata={"help": "Part mu of the last step's direction that 'spring' keeps."}
+    group_microbatches: bool = _setting(
+        False,
+        "Whether to keep the completions of one prompt in one microbatch. Requires that "
+        "`num_generations` divides `per_device_train_batch_size`.",
     )
-    proma_strength: float = field(
-        default=1.0,
-        metadata={"help": "How many times 'proma' takes away the projection of what the step has accumulated."},
+    skip_zero_advantage: bool | None = _setting(
+        None,
+        "Whether to leave out sequences whose advantage is zero before the forward pass, and to pack the "
+        "others of an optimizer step into fewer or smaller microbatches. If `None`, it is done where no term "
+        "of the loss, no rule and no method of a subclass looks at them.",
     )
-    proma_bound: float = field(
-        default=0.5,
-        metadata={"help": "How long this projection may be, in lengths of the microbatch's own gradient."},
+    scale: str = _setting(
+        "relative",
+        "What becomes of the units of a rule's formula: 'relative' (coefficients of order one, so that "
+        "the learning rate means what it means in GRPO) or 'paper' (the formula to the letter).",
     )
-    keep_small: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether sequences with a small norm keep their size, regularised by "
-            "`sqrt(x^2 / (lambda E[x^2]) + 1)`. Requires `regularization > 0`."
-        },
+    token_weights: str | None = _setting(
+        None,
+        "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
+        "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
+        "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo', 'capo' (gated "
+        "or bent ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM "
+        "generates with its correction, else 'none'.",
     )
-    fisher_samples: int = field(
-        default=64,
-        metadata={
-            "help": "Number of token positions at which the Fisher metric is taken. More than there are means all of "
-            "them."
-        },
+    epsilon: float | None = _setting(  # type: ignore[assignment]  # GRPO's own cannot be left out
+        None,
+        "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is "
+        "clipped, unless `epsilon_high` or `delta` is given; with KPO 0.0003, DCPO 0.16, ASPO 0.2.",
     )
-    fisher_scope: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where the positions of the Fisher metric are from: 'step' (all microbatches and ranks of the "
-            "optimizer step before, so that nothing depends on how the batch is cut) or 'microbatch'. If `None`, "
-            "'step' for rules that have a Fisher norm, and 'microbatch' with more than 1,024 samples."
-        },
+    kpo_gain: float | None = _setting(None, "Fixed gain in place of the Kalman filter's schedule, in (0, 1].")
+    kpo_initial_variance: float = _setting(1.0, "Variance of KPO's initial state, in units of the observation noise.")
+    kpo_process_noise: float = _setting(1e-6, "Process noise of KPO's filter, in units of the observation noise.")
+    kpo_stop_gradient: bool = _setting(False, "Whether to take no gradient through KPO's filter.")
+    dppo_delta: float | None = _setting(
+        None,
+        "Distance of a token's two probabilities beyond which DPPO gates it. If `None`, 0.15 for "
+        "'dppo_tv' and 0.05 for 'dppo_kl'.",
     )
-    group_microbatches: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to keep the completions of one prompt in one microbatch. Requires that "
-            "`num_generations` divides `per_device_train_batch_size`."
-        },
+    dppo_cap: float = _setting(20.0, "Largest ratio by which DPPO weighs a token.")
+    m2po_budget: float = _setting(0.04, "Mean of (log r)^2 that M2PO leaves to the tokens that lead on.")
+    pspo_alpha: float = _setting(0.1, "The behaviour policy's share of PSPO's smoothed policy, from 0 to below 1.")
+    bapo_target: float = _setting(
+        1.0, "What BAPO has tokens with a positive advantage weigh beside those with a negative one."
     )
-    skip_zero_advantage: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to leave out sequences whose advantage is zero before the forward pass, and to pack the "
-            "others of an optimizer step into fewer or smaller microbatches. If `None`, it is done where no term "
-            "of the loss, no rule and no method of a subclass looks at them."
-        },
+    capo_tau_h: float = _setting(
+        0.01, "Change of the objective by a step along one token, from which on CAPO gates the token."
     )
-    scale: str = field(
-        default="relative",
-        metadata={
-            "help": "What becomes of the units of a rule's formula: 'relative' (coefficients of order one, so that "
-            "the learning rate means what it means in GRPO) or 'paper' (the formula to the letter)."
-        },
+    capo_tau_f: float = _setting(1e-4, "Change of the policy by such a step, from which on CAPO gates the token.")
+    advantage_transform: str | None = _setting(
+        None,
+        "What becomes of a group's rewards or advantages before the loss: 'redit' (noise), 'g2rl' "
+        "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' "
+        "(pruning), 'simpletir' (void turns), or several with commas between. If `None`, they stay as they are.",
     )
-    token_weights: str | None = field(
-        default=None,
-        metadata={
-            "help": "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
-            "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
-            "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo', 'capo' (gated "
-            "or bent ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM "
-            "generates with its correction, else 'none'."
-        },
+    redit_noise: str = _setting("uniform", "ReDit's noise: 'uniform' or 'gaussian'.")
+    redit_scale: float = _setting(0.05, "How far uniform noise reaches, or the deviation of Gaussian noise.")
+    pacs_beta: float = _setting(1.0, "PACS's factor of the log-ratios.")
+    empg_k: float = _setting(1.0, "How much less uncertain completions count in EMPG.")
+    g2rl_lambda: float | None = _setting(
+        None, "How much novelty scales a reward in G2RL, with which it has to be given."
     )
-    epsilon: float | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is "
-            "clipped, unless `epsilon_high` or `delta` is given; with KPO 0.0003, DCPO 0.16, ASPO 0.2."
-        },
+    cppo_pruning: float = _setting(0.5, "Share of a group's completions that CPPO leaves out, from 0 to below 1.")
+    simpletir_answer: str = _setting(r"\\boxed{", "Regular expression by which SimpleTIR knows an answer.")
+    simpletir_deviation: float = _setting(
+        0.001, "Deviation of a group's rewards below which SimpleTIR leaves the group out."
     )
-    kpo_gain: float | None = field(
-        default=None, metadata={"help": "Fixed gain in place of the Kalman filter's schedule, in (0, 1]."}
-    )
-    kpo_initial_variance: float = field(
-        default=1.0, metadata={"help": "Variance of KPO's initial state, in units of the observation noise."}
-    )
-    kpo_process_noise: float = field(
-        default=1e-6, metadata={"help": "Process noise of KPO's filter, in units of the observation noise."}
-    )
-    kpo_stop_gradient: bool = field(
-        default=False, metadata={"help": "Whether to take no gradient through KPO's filter."}
-    )
-    dppo_delta: float | None = field(
-        default=None,
-        metadata={
-            "help": "Distance of a token's two probabilities beyond which DPPO gates it. If `None`, 0.15 for "
-            "'dppo_tv' and 0.05 for 'dppo_kl'."
-        },
-    )
-    dppo_cap: float = field(default=20.0, metadata={"help": "Largest ratio by which DPPO weighs a token."})
-    m2po_budget: float = field(
-        default=0.04, metadata={"help": "Mean of (log r)^2 that M2PO leaves to the tokens that lead on."}
-    )
-    pspo_alpha: float = field(
-        default=0.1, metadata={"help": "The behaviour policy's share of PSPO's smoothed policy, from 0 to below 1."}
-    )
-    bapo_target: float = field(
-        default=1.0,
-        metadata={"help": "What BAPO has tokens with a positive advantage weigh beside those with a negative one."},
-    )
-    capo_tau_h: float = field(
-        default=0.01,
-        metadata={"help": "Change of the objective by a step along one token, from which on CAPO gates the token."},
-    )
-    capo_tau_f: float = field(
-        default=1e-4,
-        metadata={"help": "Change of the policy by such a step, from which on CAPO gates the token."},
-    )
-    advantage_transform: str | None = field(
-        default=None,
-        metadata={
-            "help": "What becomes of a group's rewards or advantages before the loss: 'redit' (noise), 'g2rl' "
-            "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' "
-            "(pruning), 'simpletir' (void turns), or several with commas between. If `None`, they stay as they are."
-        },
-    )
-    redit_noise: str = field(default="uniform", metadata={"help": "ReDit's noise: 'uniform' or 'gaussian'."})
-    redit_scale: float = field(
-        default=0.05, metadata={"help": "How far uniform noise reaches, or the deviation of Gaussian noise."}
-    )
-    pacs_beta: float = field(default=1.0, metadata={"help": "PACS's factor of the log-ratios."})
-    empg_k: float = field(default=1.0, metadata={"help": "How much less uncertain completions count in EMPG."})
-    g2rl_lambda: float | None = field(
-        default=None, metadata={"help": "How much novelty scales a reward in G2RL, with which it has to be given."}
-    )
-    cppo_pruning: float = field(
-        default=0.5, metadata={"help": "Share of a group's completions that CPPO leaves out, from 0 to below 1."}
-    )
-    simpletir_answer: str = field(
-        default=r"\\boxed{", metadata={"help": "Regular expression by which SimpleTIR knows an answer."}
-    )
-    simpletir_deviation: float = field(
-        default=0.001,
-        metadata={"help": "Deviation of a group's rewards below which SimpleTIR leaves the group out."},
-    )
-    kl_in_reward: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to subtract `beta` times the KL divergence to the reference model from the reward, "
-            "instead of adding it to the loss."
-        },
+    kl_in_reward: bool = _setting(
+        False,
+        "Whether to subtract `beta` times the KL divergence to the reference model from the reward, "
+        "instead of adding it to the loss.",
     )
 
-    target_kl: float | str | None = field(
-        default=None,
-        metadata={
-            "help": "KL divergence, in nats per completion token, by which one optimizer step is to move the policy: "
-            "'auto' (0.05 nats per completion, 0.25 for SGD without momentum) or a number. The learning rate is then "
-            "found while training, starting from `learning_rate`. If `None`, there is no target, but `optim='sgd'` "
-            "has 'auto' where no `learning_rate` is given either."
-        },
+    target_kl: float | str | None = _setting(
+        None,
+        "KL divergence, in nats per completion token, by which one optimizer step is to move the policy: "
+        "'auto' (0.05 nats per completion, 0.25 for SGD without momentum) or a number. The learning rate is then "
+        "found while training, starting from `learning_rate`. If `None`, there is no target, but `optim='sgd'` "
+        "has 'auto' where no `learning_rate` is given either.",
     )
-    log_step_kl: bool = field(
-        default=False, metadata={"help": "Whether to measure each step's KL divergence where it has no target."}
+    log_step_kl: bool = _setting(False, "Whether to measure each step's KL divergence where it has no target.")
+    step_kl_share: float = _setting(
+        0.03125, "Share of an optimizer step's sequences by which its length is measured, in (0, 1]."
     )
-    step_kl_share: float = field(
-        default=0.03125,
-        metadata={"help": "Share of an optimizer step's sequences by which its length is measured, in (0, 1]."},
+    behaviour_kl: float | None = _setting(
+        None,
+        "Bound on the KL divergence from the policy that drew the data, in nats per token: beyond it, "
+        "completions are generated anew. If `None`, 16 times `target_kl`, if that is given.",
     )
-    behaviour_kl: float | None = field(
-        default=None,
-        metadata={
-            "help": "Bound on the KL divergence from the policy that drew the data, in nats per token: beyond it, "
-            "completions are generated anew. If `None`, 16 times `target_kl`, if that is given."
-        },
+    target_kl_offload: bool = _setting(
+        False, "Whether to keep a copy of the trained weights for `target_kl` in the host's memory."
     )
-    target_kl_offload: bool = field(
-        default=False,
-        metadata={"help": "Whether to keep a copy of the trained weights for `target_kl` in the host's memory."},
+    bf16_updates: str | None = _setting(
+        None,
+        "How trained weights in bf16 keep steps smaller than they can hold: 'stochastic' (rounded at "
+        "random) or 'exact' (with a remainder of 16 bits). If `None`, they are rounded to nearest.",
     )
-    bf16_updates: str | None = field(
-        default=None,
-        metadata={
-            "help": "How trained weights in bf16 keep steps smaller than they can hold: 'stochastic' (rounded at "
-            "random) or 'exact' (with a remainder of 16 bits). If `None`, they are rounded to nearest."
-        },
-    )
-    float32_gradients: bool = field(
-        default=False,
-        metadata={"help": "Whether gradients of weights in bf16 are added up in float32, with `bf16_updates`."},
+    float32_gradients: bool = _setting(
+        False, "Whether gradients of weights in bf16 are added up in float32, with `bf16_updates`."
     )
 
     def __post_init__(self):

@@ -535,7 +535,7 @@ class ISOPO:
         if self._rows is not None:
             # Rows of a step in which nothing counts, such as a pass that only DeepSpeed needs, would all be zero
             self._rows.close(keep=figures["broken_sequences"] == 0 and self._running.sequences > 0)
-            self._running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
+            self._measure_by_rows(self._running)
             self._sequences = 0
         self._report_outlier(self._running.proportions, number)
         return figures
@@ -568,9 +568,12 @@ class ISOPO:
             if self._loaded is not None:
                 self._running.load_state_dict(self._loaded)
                 self._loaded = None
-            if self._rows is not None:
-                self._running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
+            self._measure_by_rows(self._running)
         return self._running
+
+    def _measure_by_rows(self, running: RunningStatistics) -> None:
+        if self._rows is not None:
+            running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
 
     # State
 
@@ -625,8 +628,7 @@ class ISOPO:
             )
         if self._running is not None and state["running"] is not None:
             self._running.load_state_dict(state["running"])
-            if self._rows is not None:
-                self._running.measure_by_rows([self._rows.is_held(layer.index) for layer in self._layer_of_entry])
+            self._measure_by_rows(self._running)
         else:
             self._loaded = state["running"]
 
@@ -638,12 +640,10 @@ class ISOPO:
         that its backward reached, by the name of its first parameter; each expert of a mixture is a layer, with its
         number behind the name.
         """
-        if self._last is None:
-            raise RuntimeError("`multipliers` was called before any microbatch had ended.")
-        ledger, visits = self._last
+        ledger, reached = self._last_of("multipliers")
         advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
         table = (ledger.table[:, 0] / advantages).cpu()
-        return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
+        return {self._entry_names[place]: table[place] for place in reached}
 
     def projections(self) -> dict[str, torch.Tensor]:
         """
@@ -651,13 +651,11 @@ class ISOPO:
         its backward reached, named as in [`multipliers`]. `V_s` is of the loss: it has its sign and its constants. A
         parameter that is used twice (tied embedding and head) has two entries with the same `D`.
         """
-        if self._last is None:
-            raise RuntimeError("`projections` was called before any microbatch had ended.")
-        ledger, visits = self._last
+        ledger, reached = self._last_of("projections")
         if ledger.projection is None:
             raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
         table = ledger.projection.cpu()
-        return {name: table[place] for place, name in enumerate(self._entry_names) if visits[place]}
+        return {self._entry_names[place]: table[place] for place in reached}
 
     def influences(self) -> torch.Tensor:
         """
@@ -666,11 +664,17 @@ class ISOPO:
         loss, this is by how much a plain step along a sequence's part of it lowers that loss, to first order and per
         unit of the learning rate.
         """
-        if self._last is None or self._last[0].projection is None:
+        ledger, reached = self._last_of("influences")
+        if ledger.projection is None:
             raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
+        return (ledger.table[reached, 0] * ledger.projection[reached]).sum(0).cpu()
+
+    def _last_of(self, asked: str) -> tuple[Ledger, list[int]]:
+        """The ledger of the last microbatch, and the places of the layers that its backward reached."""
+        if self._last is None:
+            raise RuntimeError(f"`{asked}` was called before any microbatch had ended.")
         ledger, visits = self._last
-        reached = [place for place, times in enumerate(visits) if times]
-        return (ledger.table[reached, 0] * ledger.projection[reached]).sum(0).cpu()  # type: ignore[index]
+        return ledger, [place for place, times in enumerate(visits) if times]
 
     # Coverage
 

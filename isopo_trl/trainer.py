@@ -1,7 +1,6 @@
 """The [`ISOPOTrainer`]."""
 
 import inspect
-import math
 import os
 import textwrap
 from collections.abc import Iterator
@@ -12,55 +11,47 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import DynamoBackend, is_peft_model
-from peft import PeftType
+from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from .advantages import Chain, Generation, Measured, totals
-from .checkpoints import files, generation, model_card
+from .checkpoints import generation, model_card
 from .checkpoints.choice import checkpoint_to_resume
+from .checkpoints.state import OwnState
 from .checkpoints.weights import load_converted, lost_weights
 from .config import ISOPOConfig
-from .integrations import deepspeed, liger, peft_reference, vllm_weights
+from .integrations import checkpointing, deepspeed, engines, liger, peft_reference, vllm_weights
 from .integrations.autograd_thread import calling_thread, is_on_one_device
 from .integrations.deepspeed import before_step, caught_outputs, unseen_by_deepspeed
 from .isopo import ISOPO
 from .layers.read_elsewhere import refuse_readers
 from .loss.dropout import noise_of_ratios
-from .loss.forward import Weighed, broken_sequences, weigh
 from .loss.frozen_head import frozen_head
-from .loss.sampler import (
-    PROMPT_NUMBERS,
-    Turns,
-    behaviour_logps,
-    is_fresh,
-    note_origin,
-    note_prompts,
-    says_what_drew_it,
-)
-from .loss.terms import Derivative, LossTerms, Terms
-from .loss.zero_advantages import Skipping, equal_rewards, what_needs_all
+from .loss.parts import LossInParts, LossParts
+from .loss.sampler import PROMPT_NUMBERS, Turns, is_fresh, note_origin, note_prompts, says_what_drew_it
+from .loss.terms import Derivative, Terms
+from .loss.zero_advantages import Skipping, are_left_out, what_needs_all, without_rounding
 from .narrow_weights import choice
 from .narrow_weights.lost_steps import LostSteps
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
 from .rewards.missing import MissingRewards
-from .rules.direction import GradientSoFar, LastStep
-from .step_size import optimizers
+from .step_size import advice, optimizers
 from .step_size.control import StepControl
 from .step_size.controller import StepSize
 from .step_size.drift import BehaviourBound, drift_sums
+from .step_size.gradient import GradientCheck
 from .step_size.measurement import StepKL
 from .step_size.precise_forward import PreciseForward
-from .token_weights import Weighted, Weighting, ratio_loss
+from .token_weights import Weighting, ratio_loss
 from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
 from .trl_seam.generation import Generated, Progress, prompts_read_once, samples_at_temperature, without_old_policy
-from .trl_seam.head import HeadFigures, head_figures_noted, scored_rows_alone
+from .trl_seam.head import scored_rows_alone
 from .trl_seam.loans import borrowed, intercepted, results_noted
 from .trl_seam.log import add_all_to_log, add_to_log, replace_logged_advantages
-from .trl_seam.loss import Figures, Outputs, TRLLoss, unequal_ranks, without_graph
+from .trl_seam.loss import TRLLoss, unequal_ranks
 from .trl_seam.rewards import add_reward
 from .trl_seam.scoring import Scoring
 from .trl_seam.trainer import get_config_model_id
@@ -69,8 +60,6 @@ from .trl_seam.vllm import ColocatedVLLM, is_colocated, weights_are_others
 
 logger = get_logger(__name__)
 
-# Multiple of max_grad_norm from which on clipping takes a gradient's length away
-CUT_AWAY = 100
 # The constructor takes what GRPOTrainer's takes
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 
@@ -157,7 +146,6 @@ class ISOPOTrainer(GRPOTrainer):
                 verify_prompts(given.get(name), name)
         self._optimizer_steps = 0  # of this object, over all calls of `train`
         self.missing_rewards = MissingRewards()
-        self._clipping_was_said = False
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
@@ -166,11 +154,7 @@ class ISOPOTrainer(GRPOTrainer):
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)
-        if is_peft_model(self.model) and "ref" in self.model.peft_config:
-            # TRL's copy of a trained adapter; PEFT leaves virtual tokens trainable that are not in use
-            for name, p in self.model.named_parameters():
-                if ".ref." in name:
-                    p.requires_grad_(False)
+        peft_reference.freeze_copy(self.model)
         self.isopo = ISOPO(
             self.model,
             args._rule(),
@@ -184,8 +168,10 @@ class ISOPOTrainer(GRPOTrainer):
         self.terms = Terms(self)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
         self._needs_behaviour = self._asks_old_policy or args.bounds_drift
-        for warning in (*self.weighting.warnings(), *self._warnings()):
+        for warning in self._warnings():
             logger.warning(warning)
+        self.gradient_check = GradientCheck(self.isopo.rule, args)
+        self.loss_in_parts = LossInParts(self.weighting, self.terms, self.accelerator, self._needs_behaviour)
         unscaled = [*self.terms.settings, *([f"token_weights={args.token_weights!r}"] * weighting.goes_back_twice)]
         # Without a rule there is nothing to rescale, and all terms of the loss go back together
         self._goes_back_twice = bool(unscaled) and any(self.isopo.rule.needs)
@@ -211,98 +197,41 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _refuse_what_the_model_cannot(self) -> None:
         args = self.args
-        backend = self.accelerator.state.dynamo_plugin.backend
-        if backend != DynamoBackend.NO:
-            raise ValueError(
-                f"accelerate is to compile the model (dynamo_backend={backend.value.lower()}), which is not supported "
-                "with ISOPO's layers, as torch_compile=True is not: set dynamo_backend to no in its configuration or "
-                "on its command line, and leave ACCELERATE_DYNAMO_BACKEND unset."
-            )
-        refuse_sharding(args, self.accelerator)
+        engines.refuse_compiled(self.accelerator)
+        engines.refuse_sharding(args, self.accelerator)
         peft_reference.refuse_lost_part(self.model, args.beta)
         given = self.optimizer if self.optimizer_cls_and_kwargs is None else self.optimizer_cls_and_kwargs[0]
         choice.refuse(args, self.model, given, self.accelerator)
-        if not self.reward_weights.any() and not args.kl_in_reward:
-            raise ValueError(
-                f"reward_weights={args.reward_weights} leaves out every reward, so that nothing would be learned: "
-                "give at least one of them a weight other than 0."
-            )
-        prefix = is_peft_model(self.model) and self.model.active_peft_config.peft_type == PeftType.PREFIX_TUNING
-        if prefix and args.gradient_checkpointing:
-            raise ValueError(
-                "Prefix tuning hands its virtual tokens to the model as a cache, which transformers drops under "
-                "gradient checkpointing: set gradient_checkpointing=False, or use LoRA."
-            )
+        reward_functions.verify_weights(self.reward_weights, args.kl_in_reward)
+        checkpointing.refuse_prefix(args, self.model)
 
     def _warnings(self) -> Iterator[str]:
         """What the user should know of the settings before training."""
         args = self.args
-        rule = self.isopo.rule
-        if self.weighting.of_plain_steps and not optimizers.is_plain(self.optimizer, args):
-            yield (
-                f"token_weights={args.token_weights!r} gates tokens by what a plain gradient step at the learning "
-                "rate would do, and the steps of another optimizer have other lengths and directions, so that its "
-                "bounds mean little: set optim='sgd' without momentum, or find bounds by off_policy/gated."
-            )
-        if rule.needs.direction:
-            yield from self._warnings_of_direction()
-        elif rule.needs.ntk and args.per_device_train_batch_size == 1:
-            yield (
-                f"rule={args.rule!r} lets the sequences of a microbatch act on each other, and "
-                "per_device_train_batch_size=1 leaves each alone in its own: raise it, with fewer "
-                "gradient_accumulation_steps for the same step, or take another rule."
-            )
+        yield from self.weighting.warnings()
+        yield from advice.of_settings(args, self.isopo.rule, self.weighting, self.optimizer)
         others_draw = self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None
         is_one = not (others_draw or args.uses_stale_data) and samples_at_temperature(args)  # the ratio, by definition
         noise = noise_of_ratios(self.model) if self._needs_behaviour and not is_one else None
         if noise is not None:
             yield noise
 
-    def _warnings_of_direction(self) -> Iterator[str]:
-        """What the user should know of a rule that looks at a direction from before."""
-        args, direction = self.args, self.isopo.rule.direction()
-        if isinstance(direction, LastStep) and not optimizers.is_plain(self.optimizer, args):
-            yield (
-                f"rule={args.rule!r} makes a direction of its own of each step and those before, for plain gradient "
-                "steps to follow, and another optimizer turns it elsewhere: set optim='sgd' without momentum, with "
-                "target_kl (its default there) or a learning_rate of its own."
-            )
-        if isinstance(direction, GradientSoFar) and args.gradient_accumulation_steps == 1:
-            yield (
-                f"rule={args.rule!r} acts between the microbatches of a step, and gradient_accumulation_steps=1 makes "
-                "one of each step, so that nothing is left of it but rule='none': raise it, with a lower "
-                "per_device_train_batch_size for the same step, or take another rule."
-            )
-
     def _prepare_to_go_back_twice(self, settings: str) -> None:
         """For terms of the loss that no rule may rescale, which these `settings` ask for."""
         args = self.args
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config, settings)
-        checkpointing: Any = args.gradient_checkpointing_kwargs or {}
-        if args.gradient_checkpointing and checkpointing.get("use_reentrant"):
-            raise ValueError(
-                f"{settings} needs to go back through the model twice, which reentrant checkpointing cannot do: set "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}, or (with LoRA under ZeRO-3, where TRL "
-                "insists on it) gradient_checkpointing=False."
-            )
+        checkpointing.refuse_reentrant(args, settings)
 
     def _skipping(self) -> Skipping | None:
         """What leaves out sequences without an advantage, where that is asked for, or nobody would miss them."""
-        args = self.args
-        if args.skip_zero_advantage and self.terms:
-            raise ValueError(
-                f"skip_zero_advantage=True leaves out sequences that {', '.join(self.terms.settings)} acts on even "
-                "without an advantage: set skip_zero_advantage=False, or leave the term out of the loss (beta can go "
-                "into the reward, with kl_in_reward=True)."
-            )
-        skips = args.skip_zero_advantage
-        if skips is None:
-            needed = self.terms or self.isopo.rule.needs.ntk or args.top_entropy_quantile < 1
-            skips = not needed and not self._is_changed("_prepare_inputs", "compute_loss", "_compute_loss")
+        args, ntk = self.args, self.isopo.rule.needs.ntk
+        has_own_loss = self._is_changed("_prepare_inputs", "compute_loss", "_compute_loss")
+        if not are_left_out(args, self.terms.settings, ntk, has_own_loss):
+            return None
         group: Any = args.num_generations if args.group_microbatches else 1
         across, always = self.weighting.looks_across_sequences, self.is_deepspeed_enabled
-        return Skipping(Progress(self), self.accelerator, self.loss_type, group, across, always) if skips else None
+        return Skipping(Progress(self), self.accelerator, self.loss_type, group, across, always)
 
     def _refuse_transforms(self, given: dict[str, Any]) -> None:
         """Raise where transforms of advantages cannot be what they are; `given`: the constructor's arguments."""
@@ -355,11 +284,7 @@ class ISOPOTrainer(GRPOTrainer):
     def _rate_ahead(self) -> float:
         """The largest learning rate of the step under way."""
         controlled = None if self.step_control is None else self.step_control.rate_ahead()
-        if controlled is not None:
-            return controlled
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        rates = [float(group["lr"]) for group in groups if group["lr"] is not None]
-        return max(rates, default=float(self.args.learning_rate))
+        return optimizers.largest_rate(self.optimizer, self.args) if controlled is None else controlled
 
     def _log(self, figures: dict[str, float]) -> None:
         add_to_log(self, "train" if self.model.training else "eval", figures)
@@ -405,11 +330,8 @@ class ISOPOTrainer(GRPOTrainer):
         self.isopo.end()
         if accelerator.sync_gradients:
             self.isopo.add_momentum()  # to the whole gradient, before it is clipped
-        if skipping is not None and skipping.is_idle and accelerator.sync_gradients:
-            # As they would be if the passes had been made: the optimizer steps, by its momentum
-            for p in model.parameters():
-                if p.requires_grad and p.grad is None:
-                    p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+            if skipping is not None:
+                skipping.fill_gradients(model.parameters())
         return loss
 
     @cached_property
@@ -444,30 +366,9 @@ class ISOPOTrainer(GRPOTrainer):
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if not self.is_deepspeed_enabled:
             self._close_step(grad_norm)
-        # DeepSpeed has had its step, unless the norm was not finite; -1 is what it says of such a norm in places
-        elif grad_norm is not None and not 0 <= grad_norm < math.inf:
-            _refuse_norm(grad_norm, stepped=not self.accelerator.optimizer_step_was_skipped)
-        elif grad_norm is not None:
-            self._warn_of_clipping(grad_norm)
+        elif grad_norm is not None:  # DeepSpeed has had its step, unless the norm was not finite
+            self.gradient_check.of_deepspeed(grad_norm, stepped=not self.accelerator.optimizer_step_was_skipped)
         return grad_norm
-
-    def _warn_of_clipping(self, norm: float) -> None:
-        """Say once that the units of a gradient to the letter of the paper are cut away, with its length in them."""
-        args = self.args
-        allowed = args.max_grad_norm or math.inf
-        found = self.isopo.rule.scale == "paper" and args.target_kl is None and norm > CUT_AWAY * allowed
-        if self._clipping_was_said or not found:
-            return
-        self._clipping_was_said = True
-        letter, other = "scale='paper'", "set scale='relative', "
-        if args.scale != "paper":  # and cannot be anything else
-            letter, other = f"rule={args.rule!r}", ""
-        logger.warning(
-            f"{letter} leaves the gradient in the units of the rule, and max_grad_norm={allowed:g} cuts it to "
-            f"{allowed / norm:.1g} of its length in this step (grad_norm={norm:,.4g}), so that every step has the "
-            f"length of the bound: raise max_grad_norm to where grad_norm is, {other}or let target_kl find how long "
-            "steps are. This is said once."
-        )
 
     def _close_step(self, grad_norm: torch.Tensor | None = None) -> None:
         if self.accelerator.sync_gradients:
@@ -480,26 +381,8 @@ class ISOPOTrainer(GRPOTrainer):
 
     def _log_step(self, figures: dict[str, float]) -> None:
         off_policy = self.weighting.step()
-        broken = int(figures.pop("broken_sequences"))
-        by_rule = int(figures.pop("broken_by_rule", 0))
-        if by_rule:
-            raise FloatingPointError(
-                f"rule={self.isopo.rule.name!r} returned coefficients that are not finite, at {by_rule} layers, "
-                "though the gradients and their norms are: look at what it divides by and takes the root of, and "
-                "return 0 for a sequence without a gradient. The weights have not been updated with them, and the "
-                "running statistics do not contain them."
-            )
-        if broken:
-            raise FloatingPointError(
-                f"Gradients of this step are not finite (statistics of {broken} sequences are affected): lower the "
-                "learning rate, or train in bf16 or fp32. The weights have not been updated with them, and the "
-                "running statistics do not contain them."
-            )
-        norm = figures.pop("grad_norm", 0.0)
-        if not math.isfinite(norm):
-            _refuse_norm(norm, multiplier=figures["multiplier_max"])
-        self._warn_of_clipping(norm)
-        add_to_log(self, "train", {f"isopo/{name}": value for name, value in figures.items()})
+        passed = self.gradient_check.passed(figures)
+        add_to_log(self, "train", {f"isopo/{name}": value for name, value in passed.items()})
         self._log_off_policy("train", off_policy)
 
     def _log_off_policy(self, mode: str, figures: dict[str, torch.Tensor]) -> None:
@@ -529,7 +412,9 @@ class ISOPOTrainer(GRPOTrainer):
             )
         trl_loss = TRLLoss(self, partial(super()._compute_loss, model))
         if not torch.is_grad_enabled():
-            return self._evaluated(trl_loss, batch)
+            parts = self.loss_in_parts(trl_loss, batch, self._optimizer_steps, self._rate_ahead)
+            self._log_loss(parts)
+            return parts.policy + parts.terms.value
         if self._is_seen_by_loss:
             self._see(batch)
         if self.step_control is not None:
@@ -548,35 +433,17 @@ class ISOPOTrainer(GRPOTrainer):
             signs=signs.detach().sign(),
             sequence_keys=batch.keys_of_content if self.isopo.fisher_scope == "step" else None,
         )
+        policy_in = None if self.skipping is None else unequal_ranks(self)
         with caught_outputs(model, self._goes_back_twice and self.is_deepspeed_enabled) as caught:
-            outputs, head = self._forward(trl_loss, batch)
-        weighed, behaviour = self._weighed(batch.with_advantages(signs), outputs, advantages, head)
-        leaves = without_graph(weighed.outputs)
-        with nullcontext() if self.skipping is None else unequal_ranks(self):
-            loss, figures = self.terms.of_policy(trl_loss, weighed.batch, leaves, advantages)
-        self._add_drift(batch, outputs, behaviour)
-        if self.terms.are_balance:
-            terms = self.terms.within(loss, leaves.aux_loss, outputs)
-        else:
-            terms = self.terms(trl_loss, weighed.batch, outputs, self._older(batch, behaviour))
-        moving = self._moving_terms(outputs, batch, terms)
-        self._log_terms(figures, terms)
-        self._log_weighted(weighed.weighted)
-        # The loss is proportional to each |A_s|, so its value with the advantages in it follows from the derivative
-        by_weights = [] if weighed.weights is None else [weighed.weights]
-        slope, by_logps, *by_weights = torch.autograd.grad(loss, [signs, leaves.logps, *by_weights])
-        value = loss.detach() + ((advantages * batch.loss_weights - signs.detach()) * slope).sum() + terms.value
-        if in_loss:
-            by_logps = by_logps * sizes.unsqueeze(1)
-        loss = Derivative(weighed.outputs.logps, by_logps).term
+            parts = self.loss_in_parts(
+                trl_loss, batch, self._optimizer_steps, self._rate_ahead, signs=signs, policy_in=policy_in
+            )
+        self._add_drift(batch, parts)
+        self._log_loss(parts)
+        policy, moving, value = parts.going_back(batch, signs, self.loss_type)
+        loss = Derivative(policy.output, policy.slope * sizes.unsqueeze(1) if in_loss else policy.slope).term
         if not self.isopo.every_layer_was_reached:  # before the first backward
             refuse_readers(loss, self.model)
-        pull = None if weighed.weighted.unscaled is None else weighed.weighted.unscaled()
-        if pull is not None:
-            # By what the loss multiplies a token: its normalisation, and TRL's masks
-            share = -by_weights[0] * ratio_loss.signs(advantages, self.loss_type).unsqueeze(1)
-            value = value + (share * pull.value).sum()
-            moving.append(Derivative(outputs.logps, share * pull.slope))
         if moving:
             term = torch.stack([derivative.term for derivative in moving]).sum()
             if in_loss:
@@ -586,72 +453,18 @@ class ISOPOTrainer(GRPOTrainer):
                     self.isopo.unscaled(term)
         return loss + (value - loss).detach()
 
-    def _evaluated(self, trl_loss: TRLLoss, batch: Batch) -> torch.Tensor:
-        """The loss of an evaluation."""
-        advantages, (outputs, head) = batch.advantages, self._forward(trl_loss, batch)
-        weighed, behaviour = self._weighed(batch, outputs, advantages, head)
-        leaves = without_graph(weighed.outputs)
-        loss, figures = self.terms.of_policy(trl_loss, weighed.batch, leaves, advantages)
-        if self.terms.are_balance:
-            terms = self.terms.within(loss, leaves.aux_loss, outputs)
-        else:
-            terms = self.terms(trl_loss, weighed.batch, outputs, self._older(batch, behaviour))
-        self._moving_terms(outputs, batch, terms)
-        self._log_terms(figures, terms)
-        self._log_weighted(weighed.weighted)
-        return loss + terms.value
-
-    def _forward(self, trl_loss: TRLLoss, batch: Batch) -> tuple[Outputs, HeadFigures | None]:
-        """The forward pass of the loss, and what the LM head says of tokens, `[B, C]`, where anybody asks."""
-        if not self.weighting.of_plain_steps:
-            return trl_loss.forward(batch), None
-        with head_figures_noted() as noted:
-            outputs = trl_loss.forward(batch)
-        (figures,) = noted
-        return outputs, figures.of_completions(batch.completion_mask, batch.attention_mask.size(1))
-
-    def _weighed(
-        self, batch: Batch, outputs: Outputs, advantages: torch.Tensor, head: HeadFigures | None
-    ) -> tuple[Weighed, torch.Tensor | None]:
-        """The forward pass with its tokens weighed, and what they were drawn with, `[B, C]`, where anybody asks."""
-        behaviour = None
-        if self._needs_behaviour:
-            behaviour = behaviour_logps(batch, outputs.logps.detach(), self._optimizer_steps)
-        rate = self._rate_ahead() if self.weighting.of_plain_steps else None
-        return weigh(self.weighting, batch, outputs, behaviour, advantages, head, rate), behaviour
-
-    def _older(self, batch: Batch, behaviour: torch.Tensor | None) -> torch.Tensor | None:
-        """What an older policy drew the tokens with, `[B, C]`, where the terms ask for it and there was one."""
-        asked = self.terms.needs_behaviour and not is_fresh(batch, self._optimizer_steps)
-        return behaviour if asked else None
-
-    def _add_drift(self, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None) -> None:
+    def _add_drift(self, batch: Batch, parts: LossParts) -> None:
         """Tell how far the policy has gone from the one that drew the tokens, where that is watched."""
         bound = None if self.step_control is None else self.step_control.behaviour
-        if bound is not None and behaviour is not None:
+        if bound is not None and parts.behaviour is not None:
             known = is_fresh(batch, self._optimizer_steps) or says_what_drew_it(batch)
             counted = batch.counted if known else torch.zeros_like(batch.counted)
-            bound.add(drift_sums(outputs.logps, behaviour, counted))
+            bound.add(drift_sums(parts.outputs.logps, parts.behaviour, counted))
 
-    def _moving_terms(self, outputs: Outputs, batch: Batch, terms: LossTerms) -> list[Derivative]:
-        """The terms that do not vanish on every rank; raises where log-probabilities are not finite."""
-        broken = broken_sequences(outputs.logps, batch)
-        # Here, where TRL has waited for the device already; over ranks, so that none is left waiting
-        counts = torch.stack([broken, *(~derivative.vanishes for derivative in terms.derivatives)])
-        broken, *moving = self.accelerator.reduce(counts, reduction="sum").tolist()
-        if broken:
-            raise FloatingPointError(
-                f"The model's log-probabilities are not finite for {broken} sequences of this microbatch: lower the "
-                "learning rate or max_grad_norm, or train in bf16 or fp32. The running statistics and the weights "
-                "have not been touched by this step."
-            )
-        return [derivative for derivative, moves in zip(terms.derivatives, moving, strict=True) if moves]
-
-    def _log_terms(self, of_policy: Figures, terms: LossTerms) -> None:
-        add_all_to_log(self, "train" if self.model.training else "eval", self.terms.figures(of_policy, terms))
-
-    def _log_weighted(self, weighted: Weighted) -> None:
-        add_to_log(self, "train" if self.model.training else "eval", weighted.figures)
+    def _log_loss(self, parts: LossParts) -> None:
+        mode, weighted = "train" if self.model.training else "eval", parts.weighed.weighted
+        add_all_to_log(self, mode, parts.figures)
+        add_to_log(self, mode, weighted.figures)
         if not torch.is_grad_enabled() and weighted.sums is not None:
             self._log_off_policy("eval", self.weighting.figures(weighted.sums))
 
@@ -715,27 +528,20 @@ class ISOPOTrainer(GRPOTrainer):
             note_prompts(batch, self.accelerator.process_index, self.num_generations)
         if needs_behaviour or self.transforms:
             note_origin(batch, self._optimizer_steps, self.rollout_func is None and turns.drawn_by_policy)
-        # Unless a subclass has others
-        if training and rewards and (self.skipping is not None or self.transforms):
-            batch["advantages"] = self._without_rounding(batch["advantages"], rewards[-1])
+        # Unless a subclass has others, or advantages are not relative to the group
+        by_group = self.args.multi_objective_aggregation == "sum_then_normalize"
+        if training and rewards and by_group and (self.skipping is not None or self.transforms):
+            group: Any = self.args.num_generations
+            rank = self.accelerator.process_index
+            batch["advantages"] = without_rounding(batch["advantages"], rewards[-1], self.reward_weights, group, rank)
         if self.transforms and self._is_in_training_step:
             batch["advantages"] = self._transformed(Batch(batch), rewards, completions)
         return batch
 
     def _transformed(self, batch: Batch, rewards: list[torch.Tensor], completions: list[Any]) -> torch.Tensor:
         """The advantages `[B]` of this rank's part of a generation, as the transforms leave them."""
-        if not rewards or len(completions) != len(batch.advantages):
-            raise RuntimeError(
-                f"advantage_transform={self.args.advantage_transform!r} needs the rewards of TRL's own generation, "
-                f"which {type(self).__name__} does not make: set advantage_transform=None, or call "
-                "`super()._generate_and_score_completions`."
-            )
-        one_turn = [transform.name for transform in self.transforms.transforms if transform.needs_one_turn]
-        if one_turn and not bool((batch.scored.bool() == batch.completion_mask.bool()).all()):
-            raise ValueError(
-                f"advantage_transform={','.join(one_turn)!r} takes a completion for one turn, and in some of this "
-                "generation a tool or environment has written: leave it out."
-            )
+        is_whole = bool(rewards) and len(completions) == len(batch.advantages)
+        self.transforms.verify_generation(batch, is_whole, type(self).__name__)
         group: Any = self.num_generations
         rows = self.args.per_device_train_batch_size
         rollout = Measured(Scoring(self), self.accelerator, batch, completions, group, self._optimizer_steps, rows)
@@ -749,34 +555,14 @@ class ISOPOTrainer(GRPOTrainer):
         start = self.accelerator.process_index * len(batch.advantages)
         return advantages[start : start + len(batch.advantages)].to(batch.advantages)
 
-    def _without_rounding(self, advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-        """The advantages `[B]` of this rank, 0 where all `rewards` `[N, functions]` of a group are the same."""
-        if self.args.multi_objective_aggregation != "sum_then_normalize":
-            return advantages  # which are not relative to the group
-        group: Any = self.args.num_generations
-        start = self.accelerator.process_index * len(advantages)
-        equal = equal_rewards(rewards, self.reward_weights, group)[start : start + len(advantages)]
-        return advantages.masked_fill(equal, 0)
-
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        names, missing = self.reward_func_names, self.missing_rewards
-        missing.begin()
-        seen = missing.returned
-        functions = [reward_functions.verified(*each, seen) for each in zip(self.reward_funcs, names, strict=True)]
-        with borrowed(self, reward_funcs=functions):
+        functions, names, missing = self.reward_funcs, self.reward_func_names, self.missing_rewards
+        with borrowed(self, reward_funcs=missing.watched(functions, names)):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.kl_reward is not None:
             self.kl_reward.leave_out_unscored(rewards)
-        on_host, weights = rewards.detach().cpu(), self.reward_weights.cpu()
-        by_function = self.args.multi_objective_aggregation == "normalize_then_sum"
-        normalised = self.args.scale_rewards != "none" or by_function
-        reward_functions.verify_size(on_host, weights, names, normalised)
-        for function, name, column in zip(self.reward_funcs, names, on_host.unbind(1), strict=True):
-            if isinstance(function, torch.nn.Module):  # which nobody has seen
-                missing.returned(column.tolist(), name, of_all_ranks=True)
-        if self._is_in_training_step:
-            group: Any = self.num_generations
-            missing.generated(on_host, weights, names, group, by_function)
+        group: Any = self.num_generations if self._is_in_training_step else None
+        missing.calculated(rewards, self.reward_weights, functions, names, self.args, group)
         return rewards
 
     # State
@@ -797,18 +583,8 @@ class ISOPOTrainer(GRPOTrainer):
         folder = os.path.join(self._get_output_dir(trial=trial), folder)
         generation.save(self, folder)
         if self.args.should_save:
-            os.makedirs(folder, exist_ok=True)
-            state = {
-                **self.isopo.state_dict(),
-                "weighting": self._chosen(),
-                "position": generation.position(self),
-                "optimizer_steps": self._optimizer_steps,
-            }
-            if self.transforms:
-                state["advantages"] = self.transforms.state_dict()
-            if self.step_control is not None:
-                state["step_control"] = self.step_control.state_dict()
-            torch.save(state, os.path.join(folder, files.STATE_FILE))
+            place = {"position": generation.position(self), "optimizer_steps": self._optimizer_steps}
+            self._own_state().save(folder, place)
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
@@ -829,68 +605,16 @@ class ISOPOTrainer(GRPOTrainer):
         else:
             super()._issue_warnings_after_load(load_result)
 
-    def _chosen(self) -> dict[str, Any]:
-        """What is done with tokens, by which a checkpoint knows it again: their weights, the loss, and its terms."""
+    def _own_state(self) -> OwnState:
+        """What is saved beside what TRL saves, and by what it knows again what is done with tokens."""
         chosen = {**ratio_loss.of_loss(self.args), **self.terms.chosen, **self.weighting.chosen()}
-        chosen |= self.transforms.chosen()
-        return {**chosen, "skip_zero_advantage": self.skipping is not None}
+        chosen |= {**self.transforms.chosen(), "skip_zero_advantage": self.skipping is not None}
+        parts = {"advantages": self.transforms or None, "step_control": self.step_control}
+        there = {name: part for name, part in parts.items() if part is not None}
+        return OwnState(self.isopo, chosen, {"token_weights", *self.weighting.kept_on_resume}, there)
 
     def _load_state(self, checkpoint: Path) -> None:
-        """Before anything else is loaded, so that a checkpoint that does not fit changes nothing."""
-        state = files.read_state(checkpoint)
-        path, own = checkpoint / files.STATE_FILE, self._chosen()
-        saved = state["weighting"]
-        changed = [name for name in own if name in saved and saved[name] != own[name]]
-        changes = ", ".join(f"{name}={saved[name]!r} to {own[name]!r}" for name in changed)
-        kept = {"token_weights", *self.weighting.kept_on_resume}
-        if any(self.isopo.rule.needs) and kept.intersection(changed):
-            raise ValueError(
-                f"{path}: The saved ISOPO statistics are of gradients under other token weights ({changes}): resume "
-                "with the saved settings, or start a new run from the saved weights."
-            )
-        try:
-            self.isopo.load_state_dict(state)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        state = self._own_state().load(checkpoint)
         needed = [REFERENCE_LOGPS] * self.terms.needs_reference + ["generated_after"] * self._needs_behaviour
         if generation.restore(self, checkpoint, state["position"], needed):
             self._optimizer_steps = state["optimizer_steps"]  # by which its batches are dated
-        self.transforms.load_state_dict(state.get("advantages", {}))
-        if self.step_control is not None:
-            self.step_control.load_state_dict(state.get("step_control", {}))
-        if changes:
-            logger.warning(f"The run goes on with other settings than it was saved with: {changes}.")
-        if not files.has_optimizer(checkpoint):
-            logger.warning(
-                f"{checkpoint} has no state of the optimizer (save_only_model=True leaves it out): it starts anew, "
-                "and the run goes on differently from one that was not interrupted."
-            )
-
-
-def refuse_sharding(args: ISOPOConfig, accelerator: Any) -> None:
-    """Raise for a rule that needs a direction where whole gradients are on no rank, or out of the layers' sight."""
-    state = accelerator.state
-    fsdp, deepspeed_plugin = (getattr(state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
-    if args._rule().needs.direction and (fsdp is not None or deepspeed_plugin is not None):
-        raise ValueError(
-            f"rule={args.rule!r} measures each layer's gradients against a direction of all its weights, which it "
-            "takes from gradients that are whole on every rank, and "
-            + ("FSDP shards them" if fsdp is not None else "DeepSpeed keeps them where no layer sees them")
-            + ": train under DDP, or take another rule ('interacting' is the nearest)."
-        )
-
-
-def _refuse_norm(norm: float, multiplier: float | None = None, stepped: bool = False) -> None:
-    """Raise for a gradient whose norm is not finite; `multiplier`: the step's largest, where it is known."""
-    largest = "" if multiplier is None else f", the largest multiplier is {multiplier:.3g} times the mean one"
-    raise FloatingPointError(
-        f"The gradient of this step overflows: its norm is {norm}{largest}, though each sequence's own gradient is "
-        "finite. "
-        + (
-            "DeepSpeed has stepped all the same, so the weights are lost: go back to the last checkpoint. "
-            if stepped
-            else "The weights and the optimizer are as they were before the step. "
-        )
-        + "A lower learning rate does not help. Scale the rewards down (or set scale_rewards='group'), and where "
-        "multipliers are large, raise `regularization`, take exponents nearer to 0, or set scale='relative'."
-    )

@@ -4,17 +4,13 @@ from typing import Any
 
 import torch
 
+from ..trl_seam.batch import Batch
 from .normalisation import normalised
 from .transform import STAGES, Generation, Transform, named
 
 
 class Chain:
-    """
-    The transforms that the settings name.
-
-    Args:
-        args ([`ISOPOConfig`]): the settings.
-    """
+    """The transforms that the settings name."""
 
     def __init__(self, args: Any):
         self._args = args
@@ -67,6 +63,24 @@ class Chain:
             raise ValueError(
                 f"advantage_transform={','.join(self.selecting)!r} leaves sequences out of the loss, all of which are "
                 f"in it with {', '.join(needing_all)}: change that, or choose another transform."
+            )
+
+    def verify_generation(self, batch: Batch, is_whole: bool, trainer: str) -> None:
+        """
+        Raise where the completions of a generation, those of this rank in `batch`, are not what transforms take them
+        for. `is_whole`: TRL itself has made it, and there are rewards and a completion for each advantage.
+        """
+        if not is_whole:
+            raise RuntimeError(
+                f"advantage_transform={self._args.advantage_transform!r} needs the rewards of TRL's own generation, "
+                f"which {trainer} does not make: set advantage_transform=None, or call "
+                "`super()._generate_and_score_completions`."
+            )
+        one_turn = [transform.name for transform in self.transforms if transform.needs_one_turn]
+        if one_turn and not bool((batch.scored.bool() == batch.completion_mask.bool()).all()):
+            raise ValueError(
+                f"advantage_transform={','.join(one_turn)!r} takes a completion for one turn, and in some of this "
+                "generation a tool or environment has written: leave it out."
             )
 
     def chosen(self) -> dict[str, Any]:

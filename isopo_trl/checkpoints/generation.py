@@ -59,13 +59,8 @@ def save(trainer: Any, folder: str | os.PathLike) -> None:
 
 def restore(trainer: Any, folder: Path, saved: dict[str, Any], needed: Sequence[str] = ()) -> bool:
     """
-    Put the trainer in the place where the run was saved, and warn where its completions cannot be used any more. To
-    be called on every rank.
-
-    Args:
-        folder (`Path`): the checkpoint.
-        saved (`dict`): its [`position`].
-        needed (`Sequence[str]`): names that the loss will look up in a batch, as its settings ask for them.
+    Put the trainer in the place where the run was [saved][position], and warn where its completions cannot be used any
+    more. To be called on every rank; `needed` are names that the loss will look up in a batch.
 
     Returns whether the generation was restored.
     """

@@ -75,6 +75,12 @@ class FisherRows:
         samples (`int`): number of rows per layer, n.
         seed (`int`): of the draws.
         layers (`int`): number of layers, which have equal shares of the memory for gradients of whole sequences.
+
+    Attributes:
+        layers (`dict[int, LayerRows]`): what each layer has, by its number.
+        priorities, held_names (`dict[int, torch.Tensor]`): by the number of sequences of [`LayerRows`], `[n]`:
+            priorities of what this step has collected, and names of the sequences that rows from the step before are
+            of ([`Draw.name`]).
     """
 
     def __init__(self, samples: int, seed: int = 0, layers: int = 1):
@@ -84,12 +90,10 @@ class FisherRows:
     def _begin(self) -> None:
         self.closed_steps = 0
         self._loss_scale: float | None = None  # that all rows carry: the first microbatch's
-        self._layers: dict[int, LayerRows] = {}
-        # Priorities of what has been collected, `[n]`, by the number of sequences of [`LayerRows`]
-        self._priorities: dict[int, torch.Tensor] = {}
-        # Names `[n]` of the sequences of what has been collected, and of what is held, likewise
-        self._names: dict[int, torch.Tensor] = {}
-        self._held_names: dict[int, torch.Tensor] = {}
+        self.layers: dict[int, LayerRows] = {}
+        self.priorities: dict[int, torch.Tensor] = {}
+        self.held_names: dict[int, torch.Tensor] = {}
+        self._names: dict[int, torch.Tensor] = {}  # of the sequences of what has been collected, likewise
         self._exchange: list[Any] = []  # between ranks, under way
         self._loaded: dict[str, Any] | None = None
 
@@ -133,38 +137,26 @@ class FisherRows:
         """Whether there are rows of the layer from the step before."""
         if self._loaded is not None:
             return layer in self._loaded["rows"]
-        return layer in self._layers and self._layers[layer].held is not None
+        return layer in self.layers and self.layers[layer].held is not None
 
     def held(self, layer: int) -> SampleRows | None:
         """The rows of the layer from the step before, if there are any."""
-        found = self._layers.get(layer)
+        found = self.layers.get(layer)
         return None if found is None else found.held
-
-    def held_names(self, sequences: int) -> torch.Tensor | None:
-        """Names `[n]` of the sequences that rows from the step before are of; see [`Draw.name`]."""
-        return self._held_names.get(sequences)
-
-    def found(self, layer: int) -> LayerRows | None:
-        """The rows of the layer, if it has any."""
-        return self._layers.get(layer)
 
     def sequences_of(self, elements: int) -> int:
         """How many sequences' gradients of so many elements are collected of a layer; 0 where that is too few."""
         number = min(self.samples, self._share // max(elements, 1))
         return number if number >= min(self.samples, FEWEST_SEQUENCES) else 0
 
-    def priorities(self, sequences: int) -> torch.Tensor | None:
-        """Priorities `[n]` of what this step has collected; `None` at its beginning."""
-        return self._priorities.get(sequences)
-
     def known(self, index: int) -> LayerRows | None:
         """The rows of a layer that has been asked for; every layer asks in every microbatch."""
-        found = self._layers.get(index)
+        found = self.layers.get(index)
         return found if found is not None and found.is_verified else None
 
     def layer(self, index: int, like: Buffers, sequences: int = 0) -> LayerRows:
         """The same, made when first asked for; `like` `[N, ...]` are rows of the layer."""
-        found = self._layers.get(index)
+        found = self.layers.get(index)
         if found is not None and found.is_verified:
             return found
         if found is None:
@@ -173,7 +165,7 @@ class FisherRows:
             slots = sequences or self.samples
             shapes = {name: (slots, *x.shape[1:]) for name, x in like.items()}
             buffers = {name: x.new_zeros(shapes[name], dtype=types[name]) for name, x in like.items()}
-            found = self._layers[index] = LayerRows(buffers, sequences)
+            found = self.layers[index] = LayerRows(buffers, sequences)
         for name, x in like.items():
             if name not in found.collected or found.collected[name].shape[1:] != x.shape[1:]:
                 before = {name: list(x.shape[1:]) for name, x in found.collected.items()}
@@ -190,11 +182,11 @@ class FisherRows:
         which its backward did not come, its positions have no gradient.
         """
         for index in unreached:
-            if index in self._layers:
-                layer = self._layers[index]
+            if index in self.layers:
+                layer = self.layers[index]
                 Slots(layer.collected, draw.source(layer.sequences)).put_nothing()
         for sequences, (priorities, source) in draw.outcomes.items():
-            self._priorities[sequences] = priorities
+            self.priorities[sequences] = priorities
             names, before = draw.names_of(source, sequences), self._names.get(sequences)
             self._names[sequences] = names if before is None else torch.where(source.keeps, before, names)
 
@@ -202,9 +194,9 @@ class FisherRows:
 
     def restart(self) -> None:
         """Forget what this step has collected: a microbatch was broken off, or its numbers are not finite."""
-        self._priorities, self._names = {}, {}
+        self.priorities, self._names = {}, {}
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}  # of one type, many are filled by few launches
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             for x in layer.collected.values():
                 by_type.setdefault(x.dtype, []).append(x)
         for buffers in by_type.values():
@@ -215,45 +207,45 @@ class FisherRows:
         Close an optimizer step, on every rank: the best rows of all ranks are those that the next step goes by; or, if
         not `keep`, those of the last step stay, and the step is not counted: not every way of training makes it.
         """
-        if keep and self._layers:
+        if keep and self.layers:
             if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
                 self._exchange_between_ranks()
             else:
-                for layer in self._layers.values():
+                for layer in self.layers.values():
                     layer.exchange()
-                self._held_names = self._names
+                self.held_names = self._names
             self.closed_steps += 1
         self.restart()
 
     def _exchange_between_ranks(self) -> None:
         """Give all ranks the same rows: those of the best priorities, each of which one rank has."""
-        device = next(iter(next(iter(self._layers.values())).collected.values())).device
-        orders = {sequences: self._order(sequences, device) for sequences in sorted(self._sets())}
+        device = next(iter(next(iter(self.layers.values())).collected.values())).device
+        orders = {
+            sequences: self._order(sequences, device)
+            for sequences in sorted({layer.sequences for layer in self.layers.values()})
+        }
         alike: dict[tuple, list[tuple[int, str]]] = {}  # of one shape, so that few launches serve many layers
-        for index, layer in sorted(self._layers.items()):
+        for index, layer in sorted(self.layers.items()):
             for name, x in layer.collected.items():
                 alike.setdefault((layer.sequences, x.dtype, x.shape), []).append((index, name))
-        found: dict[int, Buffers] = {index: {} for index in self._layers}
+        found: dict[int, Buffers] = {index: {} for index in self.layers}
         for (sequences, _, shape), members in alike.items():
             rows, others = orders[sequences]
-            chosen = torch.stack([self._layers[index].collected[name] for index, name in members])
+            chosen = torch.stack([self.layers[index].collected[name] for index, name in members])
             chosen = chosen.index_select(1, rows)
             chosen.masked_fill_(others.view(1, -1, *[1] * (len(shape) - 1)), 0)
             # Awaited when the next microbatch begins; meanwhile the optimizer steps
             self._exchange.append(dist.all_reduce(chosen, async_op=True))
             for (index, name), x in zip(members, chosen, strict=True):
                 found[index][name] = x
-        for index, layer in self._layers.items():
+        for index, layer in self.layers.items():
             layer.held = SampleRows(**found[index])
-
-    def _sets(self) -> set[int]:
-        return {layer.sequences for layer in self._layers.values()}
 
     def _order(self, sequences: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's rows goes to each slot, `[n]`, and which slots are not this rank's to fill."""
         slots, nobody = sequences or self.samples, (reservoir.ABSENT, UNNAMED_BEFORE)
-        if sequences in self._priorities:
-            own = torch.stack([self._priorities[sequences], self._names[sequences]])
+        if sequences in self.priorities:
+            own = torch.stack([self.priorities[sequences], self._names[sequences]])
         else:  # no layer of this set was reached here
             own = torch.tensor(nobody, device=device).unsqueeze(1).repeat(1, slots)
         everyone = own.new_empty(dist.get_world_size() * 2, slots)
@@ -261,7 +253,7 @@ class FisherRows:
         priorities, names = everyone[0::2].flatten(), everyone[1::2].flatten()
         # In the order of priority, so that slots are the same however the step was cut
         values, places = priorities.topk(slots, largest=False)
-        self._held_names[sequences] = names[places]
+        self.held_names[sequences] = names[places]
         mine = (places // slots == dist.get_rank()) & (values != reservoir.ABSENT)
         return places % slots, ~mine
 
@@ -277,13 +269,13 @@ class FisherRows:
         if self._loaded is not None:
             return self._loaded
         self._wait()
-        rows = {index: layer.held.fields for index, layer in sorted(self._layers.items()) if layer.held is not None}
+        rows = {index: layer.held.fields for index, layer in sorted(self.layers.items()) if layer.held is not None}
         return {
             "closed_steps": self.closed_steps,
             "samples": self.samples,
             "loss_scale": self._loss_scale,
-            "sequences": {index: self._layers[index].sequences for index in rows},
-            "names": {sequences: x.cpu() for sequences, x in self._held_names.items()},
+            "sequences": {index: self.layers[index].sequences for index in rows},
+            "names": {sequences: x.cpu() for sequences, x in self.held_names.items()},
             # Copies, since what is held is written over
             "rows": {index: {name: x.to("cpu", copy=True) for name, x in of.items()} for index, of in rows.items()},
         }
@@ -308,8 +300,8 @@ class FisherRows:
                     {name: x.to(device, copy=True) for name, x in rows.items()}, state["sequences"][index]
                 )
                 layer.exchange()
-                self._layers[index] = layer
-            self._held_names = {sequences: x.to(device) for sequences, x in state["names"].items()}
+                self.layers[index] = layer
+            self.held_names = {sequences: x.to(device) for sequences, x in state["names"].items()}
             self.restart()
 
 
@@ -367,16 +359,16 @@ class Draw:
     @cached_property
     def names_of_rows_and_sequences(self) -> torch.Tensor | None:
         """`[n + m]`, the names of the sequences of rows from before, and of this microbatch's; `None` without rows."""
-        before = self.rows_of_layers.held_names(0)
+        before = self.rows_of_layers.held_names.get(0)
         return None if before is None else torch.cat([before, self._named()])
 
     def own(self, index: int) -> torch.Tensor | None:
         """`[n, m]`, which rows from before of layer `index` are a sequence's own; `None` without rows from before."""
-        found = self.rows_of_layers.found(index)
+        found = self.rows_of_layers.layers.get(index)
         if found is None or found.held is None:
             return None
         if found.sequences not in self._own:
-            before = self.rows_of_layers.held_names(found.sequences)
+            before = self.rows_of_layers.held_names.get(found.sequences)
             own = None if before is None else before.unsqueeze(1) == self._named()
             self._own[found.sequences] = own
         return self._own[found.sequences]
@@ -393,7 +385,7 @@ class Draw:
                 of_sequences = self.of_sequences()
                 numbers = torch.arange(len(of_sequences), device=of_sequences.device)
                 offered, samples = reservoir.best(of_sequences, numbers, slots)
-            before = self.rows_of_layers.priorities(sequences)
+            before = self.rows_of_layers.priorities.get(sequences)
             if before is None:
                 priorities, numbers = reservoir.placed(offered, samples, slots)
             else:

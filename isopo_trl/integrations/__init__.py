@@ -1,1 +1,1 @@
-"""Other libraries: DeepSpeed, Liger, PEFT, vLLM and PyTorch's autograd, where they need to be told of ISOPO."""
+"""Other libraries: accelerate, DeepSpeed, Liger, PEFT, vLLM and PyTorch, where they need to be told of ISOPO."""

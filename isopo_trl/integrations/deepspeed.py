@@ -41,13 +41,7 @@ def caught_outputs(engine: Any, wanted: bool) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[None]:
-    """
-    Context for a backward pass that is not the loss's.
-
-    Args:
-        engine (`nn.Module`): what DeepSpeed made of the model.
-        outputs (`list[torch.Tensor]`): what its forward returned; empty, without DeepSpeed.
-    """
+    """Context for a backward pass that is not the loss's; `outputs`: what the engine's forward returned, if any."""
     hooks = [(x._backward_hooks, dict(x._backward_hooks)) for x in outputs if x._backward_hooks]
     modules = engine.modules() if outputs else ()
     counters = [
@@ -82,13 +76,8 @@ def before_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
 
 def refuse_settings(config: dict[str, Any], given: str, has_target: bool) -> None:
     """
-    Raise for settings of DeepSpeed's with which steps cannot be measured or, where they have a target, not be taken
-    back, or have no learning rate to find.
-
-    Args:
-        config (`dict`): DeepSpeed's settings.
-        given (`str`): the settings that ask for steps to be measured, for the message.
-        has_target (`bool`): whether steps have a target.
+    Raise for settings of DeepSpeed's, in its `config`, with which steps cannot be measured, as those `given` ask for,
+    or, where they have a target, not be taken back, or have no learning rate to find.
     """
     zero = config.get("zero_optimization") or {}
     optimizer, parameters = (zero.get(f"offload_{name}") or {} for name in ("optimizer", "param"))
@@ -123,9 +112,6 @@ def refuse_optimizer(optimizer: Any) -> None:
 def moved_weights(optimizer: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """
     What this rank's part of the engine's optimizer moves, and what is to be called when somebody else has moved it.
-
-    Args:
-        optimizer: the engine's, which [`refuse_optimizer`] lets pass.
     """
     if _is_plain(optimizer):  # no ZeRO, in float32: the model's weights themselves
         return [p for group in optimizer.param_groups for p in group["params"]], lambda: None

@@ -41,6 +41,14 @@ def base_weights_kept(model: Any) -> Iterator[None]:
         config.init_lora_weights = name
 
 
+def freeze_copy(model: Any) -> None:
+    """Freeze TRL's copy of a trained adapter; PEFT leaves virtual tokens trainable that are not in use."""
+    if isinstance(model, PeftModel) and "ref" in model.peft_config:
+        for name, p in model.named_parameters():
+            if ".ref." in name:
+                p.requires_grad_(False)
+
+
 def refuse_lost_part(model: Any, beta: float) -> None:
     """Raise if the divergence (weight `beta`) would be measured from a model without what its adapter began as."""
     if beta == 0.0 or not isinstance(model, PeftModel) or "ref" in model.peft_config:

@@ -120,9 +120,6 @@ class OneCopy:
     """
     The weights of a trainer's model as parts of vLLM's memory. Where they cannot be, [`Apart`] is raised, and the
     model is as it was.
-
-    Args:
-        vllm ([`ColocatedVLLM`]): vLLM in the trainer's process.
     """
 
     def __init__(self, vllm: ColocatedVLLM):

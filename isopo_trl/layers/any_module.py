@@ -337,14 +337,8 @@ class _HandOut(torch.autograd.Function):
 
 class _Again:
     """
-    The module, run again by itself.
-
-    Args:
-        group ([`SequenceGroup`]): the module.
-        use ([`_Use`]): its first run.
-        places (`list[Place]`): the parameters whose gradient is asked for.
-        inputs (`tuple[torch.Tensor, ...]`): the tensors among the arguments.
-        cotangents (`dict[int, torch.Tensor]`): the gradient of the outputs, by their place among the leaves.
+    The module, run again by itself, after its first run `use`: for the gradient of parameters at `places`, from the
+    `cotangents` of its outputs, by their place among the leaves.
     """
 
     def __init__(
@@ -386,12 +380,8 @@ class _Again:
 
 class _Separated:
     """
-    The gradient of one output, sequence by sequence.
-
-    Args:
-        name (`str`): of the module, for errors.
-        gradient (`torch.Tensor`): `[B, ...]`, or positions first: `[B, T, ...]`, `[B T, ...]`, `[1, B T, ...]`.
-        microbatch ([`Microbatch`]): the sequences.
+    The gradient of one output, sequence by sequence: `[B, ...]`, or positions first, `[B, T, ...]`, `[B T, ...]` or
+    `[1, B T, ...]`.
     """
 
     def __init__(self, name: str, gradient: torch.Tensor, microbatch: Microbatch):

@@ -123,14 +123,7 @@ class Adapter:
 
 
 class ExpertsForward(Layer):
-    """
-    The forward of an experts module, some stacks of which are trained.
-
-    Args:
-        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
-        module (`nn.Module`): the experts.
-        name (`str`): its name in the model.
-    """
+    """The forward of an experts module, some stacks of which are trained."""
 
     kind = "experts"
 
@@ -250,9 +243,9 @@ def factors(wrapper: Any, adapter: str, transposed: bool) -> dict[str, torch.Ten
     A, B = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     E = wrapper.num_experts
     A, B = A.reshape(E, -1, A.shape[1]), B.reshape(B.shape[0], -1, E).permute(2, 0, 1)
-    if getattr(wrapper, "_did_swap_in_out_features", False) != transposed:
+    if wrapper._did_swap_in_out_features != transposed:
         return {"A": A, "B": B}
-    # PEFT before 0.19 takes every stack for one of transposed matrices, and B comes first
+    # PEFT takes transposed matrices that do not say so, as Llama 4's, for others, and B comes first
     return {"B": B.transpose(1, 2), "A": A.transpose(1, 2)}
 
 
@@ -268,12 +261,12 @@ def experts_output(
     and `weights` `[N, k]` of the experts chosen.
     """
     up, down = matrices(module)
-    y = product(up, _SentToExperts.apply(x, routing))
+    y = product(up, _Routed.apply(x, routing.of_positions, routing.summed))
     y = product(down, module._apply_gate(y) if _says(module, "has_gate") else module.act_fn(y))
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y)
     y = y * weights.reshape(-1).gather(0, routing.order).unsqueeze(1)
-    return _SummedByPosition.apply(y, routing).to(x.dtype)
+    return _Routed.apply(y, routing.summed, routing.of_positions).to(x.dtype)
 
 
 def dense_output(module: Any, x: torch.Tensor, product: Callable[[str, torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -283,32 +276,21 @@ def dense_output(module: Any, x: torch.Tensor, product: Callable[[str, torch.Ten
     return product(down, y * module.act_fn(gate))
 
 
-class _SentToExperts(torch.autograd.Function):
-    """Positions `[N, d]` to rows `[S, d]`; the way back is a sum over `k` rows, where indexing would have to sort."""
+class _Routed(torch.autograd.Function):
+    """
+    One `way`, and the `other` back: positions `[N, d]` to rows `[S, d]`, and these to their sum per position. Each has
+    the gradient of the other, where indexing would have to sort.
+    """
 
     @staticmethod
-    def forward(ctx, x, routing):
-        ctx.routing = routing
-        return routing.of_positions(x)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        return ctx.routing.summed(grad), None
-
-
-class _SummedByPosition(torch.autograd.Function):
-    """Rows `[S, d]` to their sum per position, `[N, d]`."""
-
-    @staticmethod
-    def forward(ctx, y, routing):
-        ctx.routing = routing
-        return routing.summed(y)
+    def forward(ctx, x, way, other):
+        ctx.other = other
+        return way(x)
 
     @staticmethod
     @once
     def backward(ctx, grad):
-        return ctx.routing.of_positions(grad), None
+        return ctx.other(grad), None, None
 
 
 def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:

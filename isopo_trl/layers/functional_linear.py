@@ -59,16 +59,7 @@ class LinearFactor(LinearLayer):
 
 
 class FunctionalLoRA(Layer):
-    """
-    The forward of such a module with LoRA on its weight.
-
-    Args:
-        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
-        module (`nn.Module`): the module.
-        name (`str`): its name in the model.
-        wrapper (`ParamWrapper`): PEFT's module around it.
-        adapter (`str`): the adapter's name.
-    """
+    """The forward of such a module with LoRA on its weight."""
 
     kind = "linear"
 

@@ -19,15 +19,7 @@ from .linear import LinearLayer, LinearRows, LinearTerms, linear_gradient
 
 
 class LoRALinear(Layer):
-    """
-    PEFT's linear layer around two factors that are trained.
-
-    Args:
-        current ([`CurrentMicrobatch`]): where to find the microbatch under way.
-        module (`peft.tuners.lora.layer.Linear`): the layer.
-        adapter (`str`): the adapter's name.
-        A, B ([`~layers.linear.LinearLayer`]): its factors.
-    """
+    """PEFT's linear layer around two factors that are trained."""
 
     kind = "lora"
 

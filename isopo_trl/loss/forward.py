@@ -49,22 +49,19 @@ def weigh(
     Weigh the tokens of a batch.
 
     Args:
-        weighting ([`Weighting`]): says by how much.
-        batch ([`Batch`]): the batch.
-        outputs ([`Outputs`]): of the forward pass.
+        weighting, batch, outputs: who says by how much, of what, and the forward pass.
         behaviour (`torch.Tensor`, *optional*): `[B, C]`, log-probabilities under the policy that drew the tokens, NaN
             where nobody knows; `None` where nobody asks.
         advantages (`torch.Tensor`): `[B]`, where the loss may have the signs alone.
-        head ([`HeadFigures`], *optional*): of the forward pass.
-        learning_rate (`float`, *optional*): that of the step.
+        head, learning_rate (*optional*): as in [`Tokens`].
     """
     if behaviour is None:
         return Weighed(Weighted(), batch, outputs)
     if not weighting.needs_behaviour:  # it is asked for, but not for a ratio in the policy's part of the loss
         return Weighed(Weighted(), batch.weighed(), outputs)
     logps = outputs.logps
-    ids, prompts = batch.get("completion_ids"), batch.get(PROMPT_NUMBERS)
-    weighted = weighting(logps, behaviour, batch.counted, advantages, ids, prompts, head, learning_rate)
+    known = {"ids": batch.get("completion_ids"), "prompts": batch.get(PROMPT_NUMBERS), "head": head}
+    weighted = weighting(logps, behaviour, batch.counted, advantages, **known, learning_rate=learning_rate)
     if weighted.old_logps is not None:
         old = weighted.old_logps
         return Weighed(weighted, batch.weighed(old_logps=old, sampler_logps=old), outputs)

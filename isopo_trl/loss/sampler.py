@@ -96,10 +96,6 @@ class Turns:
     """
     The turns of one generation by `transformers`: stands in for the trainer's own, and adds what tokens were drawn
     with.
-
-    Args:
-        model (`PreTrainedModel`): the model that generates.
-        temperature (`float`): the temperature of the loss.
     """
 
     def __init__(self, model: Any, temperature: float):

@@ -45,12 +45,8 @@ class Derivative:
 @dataclass(frozen=True)
 class LossTerms:
     """
-    The terms of one microbatch.
-
-    Args:
-        value (`torch.Tensor`): scalar, without gradient.
-        derivatives (`list[Derivative]`): one for each output of the forward pass that they depend on.
-        figures (`Figures`): what TRL logs of them.
+    The terms of one microbatch: their `value`, a scalar without gradient, one of the `derivatives` for each output of
+    the forward pass that they depend on, and what TRL logs of them.
     """
 
     value: torch.Tensor
@@ -61,9 +57,6 @@ class LossTerms:
 class Terms:
     """
     The terms that a trainer's settings ask for.
-
-    Args:
-        trainer (`GRPOTrainer`): the trainer.
 
     Attributes:
         settings (`list[str]`): the settings, as `name=value`; empty where there are no terms.
@@ -100,13 +93,8 @@ class Terms:
         self, loss: TRLLoss, batch: Batch, outputs: Outputs, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, Figures]:
         """
-        The rest of the loss of `batch`, and what TRL logs of it.
-
-        Args:
-            loss ([`TRLLoss`]): TRL's.
-            batch ([`Batch`]): the batch.
-            outputs ([`Outputs`]): what it is computed of.
-            advantages (`torch.Tensor`): `[B]`, where those of the batch are only their signs.
+        The rest of TRL's `loss` of a batch, and what TRL logs of it; `advantages` `[B]`, where those of the batch are
+        only their signs.
         """
         value, figures = loss.of_policy(batch, outputs, self.are_balance)
         if self._has_bonus:
@@ -115,14 +103,8 @@ class Terms:
 
     def __call__(self, loss: TRLLoss, batch: Batch, outputs: Outputs, behaviour: torch.Tensor | None) -> LossTerms:
         """
-        The terms of a microbatch.
-
-        Args:
-            loss ([`TRLLoss`]): TRL's.
-            batch ([`Batch`]): the batch.
-            outputs ([`Outputs`]): what the forward pass has returned.
-            behaviour (`torch.Tensor`, *optional*): `[B, C]`, log-probabilities under an older policy that drew the
-                tokens, NaN where nobody knows; `None` where the policy itself drew them.
+        The terms of a microbatch, by TRL's `loss`; `behaviour` `[B, C]` are log-probabilities under an older policy
+        that drew the tokens, NaN where nobody knows, and `None` where the policy itself drew them.
         """
         if not self:
             return LossTerms(outputs.logps.new_zeros(()))
@@ -140,12 +122,8 @@ class Terms:
 
     def within(self, loss: torch.Tensor, aux_loss: torch.Tensor | None, outputs: Outputs) -> LossTerms:
         """
-        The terms of a microbatch that are in the policy's `loss` (scalar): the load-balancing loss, a leaf of it.
-
-        Args:
-            loss (`torch.Tensor`): the loss.
-            aux_loss (`torch.Tensor`, *optional*): the leaf.
-            outputs ([`Outputs`]): what the forward pass has returned.
+        The terms of a microbatch that are in the policy's `loss` (scalar): the load-balancing loss, of which it has
+        the leaf `aux_loss`.
         """
         derivatives = []
         if aux_loss is not None and aux_loss.requires_grad:

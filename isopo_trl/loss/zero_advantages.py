@@ -7,7 +7,7 @@ normalised as in the whole batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,13 +30,8 @@ _COEFFICIENTS = (*(f"isopo/multiplier_{name}" for name in ("mean", "min", "max")
 
 def what_needs_all(args: Any, terms: Sequence[str], ntk: bool, weighting: Weighting) -> list[str]:
     """
-    The settings with which a sequence without an advantage is computed, or has a gradient all the same.
-
-    Args:
-        args ([`ISOPOConfig`]): the settings.
-        terms (`Sequence[str]`): those of them that add terms without an advantage to the loss.
-        ntk (`bool`): whether coefficients are of all sequences of a microbatch.
-        weighting ([`Weighting`]): of the tokens.
+    The settings with which a sequence without an advantage is computed, or has a gradient all the same: of the `args`,
+    those that add `terms` without an advantage to the loss, and a rule that asks for the `ntk`.
     """
     found, skips = [*terms], args.skip_zero_advantage
     if skips is False:
@@ -51,6 +46,30 @@ def what_needs_all(args: Any, terms: Sequence[str], ntk: bool, weighting: Weight
     if args.top_entropy_quantile < 1:
         found.append(f"top_entropy_quantile={args.top_entropy_quantile}")
     return found
+
+
+def are_left_out(args: Any, terms: Sequence[str], ntk: bool, has_own_loss: bool) -> bool:
+    """
+    Whether sequences without an advantage are left out: where that is asked for, or nobody would miss them, as a
+    trainer may that has a loss or microbatches of its own.
+    """
+    if args.skip_zero_advantage and terms:
+        raise ValueError(
+            f"skip_zero_advantage=True leaves out sequences that {', '.join(terms)} acts on even "
+            "without an advantage: set skip_zero_advantage=False, or leave the term out of the loss (beta can go "
+            "into the reward, with kl_in_reward=True)."
+        )
+    if args.skip_zero_advantage is not None:
+        return args.skip_zero_advantage
+    return not (terms or ntk or args.top_entropy_quantile < 1 or has_own_loss)
+
+
+def without_rounding(
+    advantages: torch.Tensor, rewards: torch.Tensor, weights: torch.Tensor, group: int, rank: int
+) -> torch.Tensor:
+    """The advantages `[B]` of a rank, 0 where a group's rewards `[N, functions]` are [equal][equal_rewards]."""
+    equal = equal_rewards(rewards, weights, group)[rank * len(advantages) : (rank + 1) * len(advantages)]
+    return advantages.masked_fill(equal, 0)
 
 
 def equal_rewards(rewards: torch.Tensor, weights: torch.Tensor, group: int) -> torch.Tensor:
@@ -156,13 +175,7 @@ class Skipping(TrainerCallback):
         return self._gone > 0 and self._passes == 0
 
     def next_microbatch(self, microbatches: int, optimizer_steps: int) -> dict[str, Any]:
-        """
-        The next microbatch for the loss, where TRL has generated what it needs; `{}` if it is empty.
-
-        Args:
-            microbatches (`int`): how many the step has.
-            optimizer_steps (`int`): number of optimizer steps up to now.
-        """
+        """The next of the step's microbatches for the loss, as TRL has generated it; `{}` if it is empty."""
         if not self._waiting:
             left = microbatches - self._gone
             self._waiting = self._packed(self._progress.coming(left), left, optimizer_steps)
@@ -178,6 +191,12 @@ class Skipping(TrainerCallback):
             return None if self.is_empty else backward(*args, **kwargs)
 
         return intercepted(self._accelerator, "backward", stand_in)
+
+    def fill_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """In a step without a pass, give parameters the gradients of one: the optimizer steps, by its momentum."""
+        for p in parameters if self.is_idle else ():
+            if p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
 
     def close(self) -> dict[str, float]:
         """Close the optimizer step, and return what is logged of it."""
@@ -212,12 +231,8 @@ class Skipping(TrainerCallback):
 
     def _part(self, whole: Batch, rows: list[int], divisors: torch.Tensor) -> dict[str, Any]:
         """
-        A microbatch of some of the sequences.
-
-        Args:
-            whole ([`Batch`]): with `B` sequences.
-            rows (`list[int]`): which of them; none for one without an advantage that does not count.
-            divisors (`torch.Tensor`): `[B]`, what their part of the loss is to be divided by.
+        A microbatch of some `rows` of the `whole`; of none, one without an advantage that does not count. `divisors`
+        `[B]` are what the sequences' parts of the loss are to be divided by.
         """
         chosen = rows + self._filling(whole, rows)
         part = Batch(rows_of_batch(whole, chosen))

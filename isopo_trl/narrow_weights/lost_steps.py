@@ -23,12 +23,7 @@ _REMEDY = (
 
 
 class LostSteps(TrainerCallback):
-    """
-    Warns, after the first step, of what has been lost of it.
-
-    Args:
-        accelerator (`Accelerator`): the ranks.
-    """
+    """Warns, after the first step, of what has been lost of it."""
 
     def __init__(self, accelerator: Any):
         self._accelerator = accelerator

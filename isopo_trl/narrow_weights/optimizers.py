@@ -134,7 +134,7 @@ class Narrow(torch.optim.Optimizer):
             for name in self.formula.kept(group):
                 if isinstance(of.get(name), torch.Tensor):
                     state[name] = of[name].to(device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
-            if self._has_remainder(p) and "remainder" in of:
+            if self.updates == "exact" and p.dtype == torch.bfloat16 and "remainder" in of:
                 state["remainder"] = of["remainder"].to(p.device)
             if of:
                 self.state[p] = state
@@ -156,9 +156,6 @@ class Narrow(torch.optim.Optimizer):
             if self.updates == "stochastic":
                 raise
             return 0  # remainders may begin with the same numbers on all ranks
-
-    def _has_remainder(self, p: torch.Tensor) -> bool:
-        return self.updates == "exact" and p.dtype == torch.bfloat16
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (p for group in self.param_groups for p in group["params"])

@@ -97,9 +97,6 @@ class NarrowTrials(SGDSteps):
     The steps of `NarrowSGD`, tried as [`SGDSteps`] are: the model gets the weights that the step will leave, rounded
     with the same random numbers, and those that it had come back. Remainders are left alone. Few weights in bf16
     change in a step, and only these are noted; of weights in float32 all do.
-
-    Args:
-        optimizer (`NarrowSGD`): the optimizer.
     """
 
     def __init__(self, optimizer: Any):

@@ -23,6 +23,15 @@ def verify_callable(reward_funcs: Any) -> None:
             )
 
 
+def verify_weights(weights: torch.Tensor, kl_in_reward: bool) -> None:
+    """Raise where all weights `[functions]` are 0, and the divergence is no reward either."""
+    if not weights.any() and not kl_in_reward:
+        raise ValueError(
+            f"reward_weights={weights.tolist()} leaves out every reward, so that nothing would be learned: "
+            "give at least one of them a weight other than 0."
+        )
+
+
 def verified(function: Any, name: str, seen: Seen = lambda values, name: None) -> Any:
     """
     The reward function, which raises where it does not return a list of numbers, and shows them to `seen`, with its

@@ -20,11 +20,6 @@ class KLReward:
 
     The reference model's log-probabilities are those of the pass that TRL makes over a generation anyway. The policy's
     are the sampler's, where the policy itself drew the tokens, else they cost a pass.
-
-    Args:
-        scoring ([`Scoring`]): the trainer's scoring passes.
-        accelerator (`Accelerator`): the ranks.
-        log (`Callable`): takes figures by their names.
     """
 
     name = "kl_to_reference"
@@ -54,11 +49,8 @@ class KLReward:
 
     def generated(self, tool_mask: list[list[int]] | None, policy_logps: list[list[float]] | None) -> None:
         """
-        Take what is known of the generation under way.
-
-        Args:
-            tool_mask (`list[list[int]]`, *optional*): per completion, 0 at tokens that a tool wrote.
-            policy_logps (`list[list[float]]`, *optional*): the policy's own log-probabilities, if the sampler's are.
+        Take what is known of the completions under way: masks that are 0 at tokens that a tool wrote, and the
+        policy's own log-probabilities, if the sampler's are.
         """
         self._tool_mask, self._sampler_logps = tool_mask, policy_logps
 

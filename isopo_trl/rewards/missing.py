@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from torch import nn
 
 from ..loss.zero_advantages import equal_rewards
+from .functions import verified, verify_size
 
 
 logger = get_logger(__name__)
@@ -39,11 +42,40 @@ class MissingRewards:
         self._last: list[bool] = []  # whether the last generation of the step before told nothing
         self._in_step: list[bool] = []  # the same of those in this step
         self._steps = 0  # in a row, that told nothing
-        self.begin()
+        self._nans: dict[str, str] = {}  # for how many completions, by those that returned NaN in this generation
 
-    def begin(self) -> None:
-        """Before the reward functions are called."""
-        self._nans: dict[str, str] = {}  # for how many completions, by those that returned NaN
+    def watched(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        """The reward functions for a generation, whose returns are verified and seen here; models as they are."""
+        self._nans = {}
+        return [verified(*each, self.returned) for each in zip(functions, names, strict=True)]
+
+    def calculated(
+        self,
+        rewards: torch.Tensor,
+        weights: torch.Tensor,
+        functions: Sequence[Any],
+        names: list[str],
+        args: Any,
+        group: int | None,
+    ) -> None:
+        """
+        Take what TRL has made of the returns; raises where nothing can be.
+
+        Args:
+            rewards (`torch.Tensor`): `[N, functions]`, of all ranks; NaN where a function gave none.
+            weights (`torch.Tensor`): `[functions]`.
+            functions, names (`list`): the reward functions.
+            args ([`ISOPOConfig`]): the settings.
+            group (`int`, *optional*): completions per prompt, where it is trained on them.
+        """
+        rewards, weights = rewards.detach().cpu(), weights.cpu()
+        by_function = args.multi_objective_aggregation == "normalize_then_sum"
+        verify_size(rewards, weights, names, args.scale_rewards != "none" or by_function)
+        for function, name, column in zip(functions, names, rewards.unbind(1), strict=True):
+            if isinstance(function, nn.Module):  # which nobody has seen
+                self.returned(column.tolist(), name, of_all_ranks=True)
+        if group is not None:
+            self.generated(rewards, weights, names, group, by_function)
 
     def returned(self, rewards: Sequence[float | None], name: str, of_all_ranks: bool = False) -> None:
         """Take what the reward function `name` returned; `None` is meant, and NaN is not."""

@@ -81,12 +81,8 @@ class Diagnostics:
 
     def figures(self, sums: torch.Tensor, grad_norm: torch.Tensor | None, ranks: int) -> dict[str, torch.Tensor]:
         """
-        The step's figures; NaN where one is not defined.
-
-        Args:
-            sums (`torch.Tensor`): those of all ranks, added up.
-            grad_norm (`torch.Tensor`, *optional*): norm of the gradient, which is the mean over `ranks`.
-            ranks (`int`): number of ranks.
+        The step's figures, of `sums` that all ranks have added up, and of the norm of the gradient, which is the mean
+        over `ranks`; NaN where one is not defined.
         """
         lengths, (squares, m), (own, own_pairs, others, other_pairs) = sums.split(
             [len(self._parts), len(_STEP), len(_COSINES)]

@@ -69,12 +69,9 @@ class GradientSoFar(GivenDirection):
 
 class LastStep(GivenDirection):
     """
-    The direction of the step before: `phi <- mu phi + gradient`, which is the gradient that the optimizer gets.
+    The direction of the step before: `phi <- decay phi + gradient`, which is the gradient that the optimizer gets.
 
     Tensors are the gradients as they were, with the loss's constant in them; `unit` takes it out.
-
-    Args:
-        decay (`float`): mu.
     """
 
     def __init__(self, decay: float):
@@ -90,7 +87,7 @@ class LastStep(GivenDirection):
                 self._tensors.pop(p, None)
                 continue
             if p.grad is None and p in self._tensors:  # nothing has come to it in this step
-                p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
             if p.grad is not None:
                 stepped.append(p)
         if not stepped:

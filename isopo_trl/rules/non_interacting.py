@@ -25,12 +25,8 @@ from .rule import Coefficients, Expectations, Rule
 
 class Norms(NamedTuple):
     """
-    The norms of each sequence's gradient that the rule needs, `[m]` each.
-
-    Args:
-        fisher: `F_s`.
-        norm: `N_s`.
-        relative: `F_s / N_s`, 0 where `N_s` is.
+    The norms of each sequence's gradient that the rule needs, `[m]` each: `F_s`, `N_s`, and `F_s / N_s`, 0 where `N_s`
+    is.
     """
 
     fisher: torch.Tensor | None

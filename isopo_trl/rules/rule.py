@@ -70,12 +70,8 @@ class Coefficients(NamedTuple):
 
 class KernelForm(NamedTuple):
     """
-    The formulas that the kernels know: the power rules', or the interacting one where the rule needs the NTK.
-
-    Args:
-        regularization (`float`): lambda.
-        exponents (`tuple[float, float, float]`): p, q, r.
-        keep_small (`bool`): the variant of `reg2` that leaves small sequences alone.
+    The formulas that the kernels know: the power rules', with lambda, the exponents p, q, r, and the variant of
+    `reg2`; or the interacting one where the rule needs the NTK.
     """
 
     regularization: float = 0.0

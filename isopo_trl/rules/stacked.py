@@ -27,13 +27,10 @@ def stacked_coefficients(
     values of its statistics, is run layer by layer.
 
     Args:
-        rule ([`Rule`]): the rule.
         statistics ([`Statistics`]): of the layers, with a first dimension `E`; which samples are a sequence's `own` is
             the same for all of them, `[n, m]`.
         advantages (`torch.Tensor`): `[m]`.
-        history (`torch.Tensor`): `[E, 6]`, the layers' rows of the history.
-        known (`list[bool]`): which of them have one.
-        loss_scale (`float`): constant that the loss carries.
+        history (`torch.Tensor`): `[E, 6]`, the layers' rows of the history, and in `known` which of them have one.
     """
     values = {name: x for name in _STATISTICS if (x := getattr(statistics, name)) is not None}
     if not values:

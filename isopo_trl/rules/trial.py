@@ -32,8 +32,9 @@ def verify_own_rule(rule: Rule) -> None:
         used = _used_unasked(rule)
         if used is None:
             return  # a mistake of another kind, which the first backward pass will show where it is
+        asked = ", ".join(f"{name}=True" for name, needed in used._asdict().items() if needed)
         raise ValueError(
-            f"{name} uses a statistic that it does not ask for, which is None then: set `needs = {_as_written(used)}`."
+            f"{name} uses a statistic that it does not ask for, which is None then: set `needs = Needs({asked})`."
         ) from error
     except Exception:  # as above; or it looks at more than it is tried with
         return
@@ -55,10 +56,6 @@ def verify_own_rule(rule: Rule) -> None:
             f"{name} says that a constant factor of the loss is in its coefficients to the power degree="
             f"{rule.degree:g}, but it is there to the power {degree:g}: set `degree = {degree:g}`."
         )
-
-
-def _as_written(needs: Needs) -> str:
-    return f"Needs({', '.join(f'{name}=True' for name, asked in needs._asdict().items() if asked)})"
 
 
 def _coefficients(rule: Rule, needs: Needs, factor: float = 1.0) -> torch.Tensor:

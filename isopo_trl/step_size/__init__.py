@@ -1,1 +1,1 @@
-"""How long a step is (`target_kl`): measured, shortened, and learned from."""
+"""An optimizer step: its gradient, and how long it is (`target_kl`): measured, shortened, and learned from."""

@@ -1,10 +1,52 @@
-"""What a user is told, once, of steps that are longer than anybody means them, or measured by too little."""
+"""
+What a user is told of steps: before training, where the settings leave nothing of a rule or a weighting; and then,
+once, of steps that are longer than anybody means them, or measured by too little.
+"""
 
+from collections.abc import Iterator
+from typing import Any
+
+from ..rules.direction import GradientSoFar, LastStep
+from ..rules.rule import Rule
+from ..token_weights import Weighting
 from .controller import Measurement
+from .optimizers import is_plain
 
 
 # Nats per completion, above all targets that have been of use
 LARGEST_TARGET = 0.5
+
+
+def of_settings(args: Any, rule: Rule, weighting: Weighting, optimizer: Any) -> Iterator[str]:
+    """
+    Of an optimizer whose steps are not those that a rule or a weighting means, and of microbatches that leave a rule
+    nothing to look at.
+    """
+    direction = rule.direction() if rule.needs.direction else None
+    if weighting.of_plain_steps and not is_plain(optimizer, args):
+        yield (
+            f"token_weights={args.token_weights!r} gates tokens by what a plain gradient step at the learning "
+            "rate would do, and the steps of another optimizer have other lengths and directions, so that its "
+            "bounds mean little: set optim='sgd' without momentum, or find bounds by off_policy/gated."
+        )
+    if isinstance(direction, LastStep) and not is_plain(optimizer, args):
+        yield (
+            f"rule={args.rule!r} makes a direction of its own of each step and those before, for plain gradient "
+            "steps to follow, and another optimizer turns it elsewhere: set optim='sgd' without momentum, with "
+            "target_kl (its default there) or a learning_rate of its own."
+        )
+    if isinstance(direction, GradientSoFar) and args.gradient_accumulation_steps == 1:
+        yield (
+            f"rule={args.rule!r} acts between the microbatches of a step, and gradient_accumulation_steps=1 makes "
+            "one of each step, so that nothing is left of it but rule='none': raise it, with a lower "
+            "per_device_train_batch_size for the same step, or take another rule."
+        )
+    if direction is None and rule.needs.ntk and args.per_device_train_batch_size == 1:
+        yield (
+            f"rule={args.rule!r} lets the sequences of a microbatch act on each other, and "
+            "per_device_train_batch_size=1 leaves each alone in its own: raise it, with fewer "
+            "gradient_accumulation_steps for the same step, or take another rule."
+        )
 
 
 def of_target(target: float, length: float | None, usual: float) -> str | None:

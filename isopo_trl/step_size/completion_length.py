@@ -24,9 +24,6 @@ class CompletionLength:
     """
     A running mean of the number of scored tokens of a completion, over all ranks.
 
-    Args:
-        accelerator (`Accelerator`): the ranks.
-
     Attributes:
         mean (`float`, *optional*): the mean; `None` before a token was scored.
     """

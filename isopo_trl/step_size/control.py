@@ -35,15 +35,12 @@ class StepControl(TrainerCallback):
     of the step, shortens it where it went too far, and learns from it.
 
     Args:
-        kl ([`StepKL`]): measures.
-        size ([`StepSize`], *optional*): decides, where there is a target.
-        behaviour ([`BehaviourBound`], *optional*): ends generations.
+        kl, size, behaviour: measures steps; decides, where there is a target; ends generations.
         accelerator (`Accelerator`): the ranks.
         is_auto (`bool`): whether the target is the [`automatic`] one, whatever `size` says.
         log (`Callable`): takes figures by their names.
         offload (`bool`): whether to keep a copy of the weights in the memory of the host.
-        engine (`Callable`, *optional*): returns DeepSpeed's, where there is one.
-        others (`Callable`, *optional*): returns the trainer's callbacks.
+        engine, others (`Callable`, *optional*): return DeepSpeed's engine, if any, and the trainer's callbacks.
     """
 
     def __init__(
@@ -101,15 +98,7 @@ class StepControl(TrainerCallback):
         self.kl.begin()
 
     def see(self, batch: Batch, step: int, microbatches: int, fresh: bool) -> None:
-        """
-        Take note of a microbatch of the step.
-
-        Args:
-            batch ([`Batch`]): the microbatch.
-            step (`int`): the number of the optimizer step.
-            microbatches (`int`): how many the step has.
-            fresh (`bool`): whether no step came between its generation and now.
-        """
+        """Take note of one of the step's microbatches; `fresh`: no step came between its generation and now."""
         self.kl.note(batch, step, microbatches)
         self.length.see(batch.scored)
         if self.behaviour is not None:

@@ -204,12 +204,8 @@ class Replayed:
 
 class State(NamedTuple):
     """
-    What of a model a graph takes for granted.
-
-    Args:
-        tensors (`list[torch.Tensor]`): its parameters and buffers.
-        places (`list`): where they lie, and their types.
-        adapters (`list`): which of them are in use, layer by layer, and what LoRA's are multiplied by.
+    What of a model a graph takes for granted: its parameters and buffers, where they lie, and their types, and which
+    adapters are in use, layer by layer, and what LoRA's are multiplied by.
     """
 
     tensors: list[torch.Tensor]
@@ -261,14 +257,8 @@ def _is_tuner(kind: Any) -> bool:
 
 class Recording:
     """
-    A pass as a CUDA graph.
-
-    Args:
-        function (`Callable`): the pass.
-        inputs (`tuple[torch.Tensor, ...]`): what it reads, for good.
-        output (`torch.Tensor`): what it writes.
-        pool: of memory, for what it has in between; that of other graphs, too.
-        stream (`torch.cuda.Stream`): the same for all graphs of a pool.
+    A pass as a CUDA graph, which reads `inputs` and writes `output`, for good. What it has in between is in `pool`, as
+    that of other graphs is, whose `stream` is the same.
     """
 
     def __init__(

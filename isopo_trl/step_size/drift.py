@@ -43,12 +43,8 @@ def is_exhausted(drift: float, step: float, bound: float) -> bool:
 
 class BehaviourBound:
     """
-    Ends the use of a generation when its drift is too large.
-
-    Args:
-        bound (`float`, *optional*): on the drift, in nats per token; [`DEFAULT`] times the target of steps if `None`.
-        progress ([`Progress`]): the run's.
-        accelerator (`Accelerator`): the ranks.
+    Ends the use of a generation when its drift is too large: more nats per token than `bound`, or than [`DEFAULT`]
+    times the target of steps.
     """
 
     def __init__(self, bound: float | None, progress: Progress, accelerator: Any):

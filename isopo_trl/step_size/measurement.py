@@ -161,11 +161,9 @@ class StepKL:
     The sequences by which one optimizer step after the other is measured.
 
     Args:
-        scoring ([`Scoring`]): the trainer's scoring passes.
-        precise ([`PreciseForward`]): makes them in float32.
+        scoring, precise: make the trainer's scoring passes, and make them in float32.
         accelerator (`Accelerator`): the ranks.
-        share (`float`): of the step's sequences, in (0, 1].
-        seed (`int`): of the draws.
+        share (`float`): of the step's sequences, in (0, 1], drawn by `seed`.
         masks_truncated (`bool`): whether completions that were cut off are not scored.
         may_replay (`bool`): whether passes may be replayed, which takes memory and weights that stay where they are.
     """

@@ -33,14 +33,16 @@ def is_plain(optimizer: Any, args: Any) -> bool:
     return str(getattr(args.optim, "value", args.optim)) == "sgd" and "momentum" not in str(args.optim_args or "")
 
 
+def largest_rate(optimizer: Any, args: Any) -> float:
+    """The largest learning rate of the groups of parameters, or that of the settings."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    rates = [float(group["lr"]) for group in groups if group["lr"] is not None]
+    return max(rates, default=float(args.learning_rate))
+
+
 def refusal_by_name(optim: str, given: str, has_target: bool) -> str | None:
     """
-    Why the optimizer of a name of `optim` is refused, if it is.
-
-    Args:
-        optim (`str`): the name.
-        given (`str`): the settings that ask for steps to be measured, for the message.
-        has_target (`bool`): whether steps have a target.
+    Why the optimizer of a name of `optim` is refused, if it is, by settings `given` that ask for steps to be measured.
     """
     reason = (REFUSED if has_target else UNMEASURED).get(optim)
     if reason is None:

@@ -89,12 +89,8 @@ class PreciseForward:
     def rounding(self, model: Any, is_quantized: bool = False, as_trained: bool = False) -> float:
         """
         KL divergence, in nats per token, that rounding alone makes of two passes between which weights have moved by
-        next to nothing. Less than that says nothing about a step.
-
-        Args:
-            model (`nn.Module`): the model.
-            is_quantized (`bool`): whether its weights are.
-            as_trained (`bool`): whether passes are made as the model is trained, for whatever reason.
+        next to nothing: less than that says nothing about a step. `as_trained`: passes are made as the model is
+        trained.
         """
         as_trained |= self._is_run_as_trained(model)
         narrow = any(p.dtype in _NARROW for p in model.parameters())

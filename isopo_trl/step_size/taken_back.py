@@ -133,9 +133,6 @@ class AdamWSteps:
     """
     The steps of AdamW, undone by what it keeps: no memory, and weights that are the former ones to rounding.
 
-    Args:
-        optimizer (`torch.optim.AdamW`): the optimizer, which [`can_be_undone`].
-
     Attributes:
         lost (`bool`): whether weights of this rank could not be computed back, by the last [`move`].
     """
@@ -187,9 +184,6 @@ class SGDSteps:
     """
     The steps of SGD, tried before they are made. No memory, but for the few weights that lose a bit on the way there
     and back: those are noted.
-
-    Args:
-        optimizer (`torch.optim.SGD`): the optimizer, whose steps [`can_be_tried`].
     """
 
     bytes = 0

@@ -3,9 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-from ..trl_seam.head import HeadFigures
 from .weighting import Tokens, Weighted, Weighting, register
 
 
@@ -20,17 +17,7 @@ class NoWeighting(Weighting):
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         yield from ()
 
-    def __call__(
-        self,
-        logps: torch.Tensor,
-        behaviour: torch.Tensor,
-        mask: torch.Tensor,
-        advantages: torch.Tensor | None = None,
-        ids: torch.Tensor | None = None,
-        prompts: torch.Tensor | None = None,
-        head: HeadFigures | None = None,
-        learning_rate: float | None = None,
-    ) -> Weighted:
+    def __call__(self, *args: Any, **others: Any) -> Weighted:
         return Weighted()
 
     def weigh(self, tokens: Tokens) -> Weighted:

@@ -201,26 +201,14 @@ class Weighting(ABC):
         behaviour: torch.Tensor,
         mask: torch.Tensor,
         advantages: torch.Tensor | None = None,
-        ids: torch.Tensor | None = None,
-        prompts: torch.Tensor | None = None,
-        head: HeadFigures | None = None,
-        learning_rate: float | None = None,
+        **others: Any,
     ) -> Weighted:
         """
-        Weigh the tokens of a microbatch and, where gradients are recorded, add it to the step's.
-
-        Args:
-            logps (`torch.Tensor`): `[B, C]`, log-probabilities of the training forward, with their gradient.
-            behaviour (`torch.Tensor`): `[B, C]`, those under the policy that drew the tokens; NaN where unknown.
-            mask (`torch.Tensor`): `[B, C]`, nonzero at scored tokens.
-            advantages (`torch.Tensor`, *optional*): `[B]`.
-            ids (`torch.Tensor`, *optional*): `[B, C]`.
-            prompts (`torch.Tensor`, *optional*): `[B]`.
-            head ([`HeadFigures`], *optional*): `[B, C]`.
-            learning_rate (`float`, *optional*): that of the step.
+        Weigh the tokens of a microbatch, given by the fields of [`Tokens`] but for their ratio, and, where gradients
+        are recorded, add it to the step's.
         """
         log_ratio = torch.where(mask.bool(), log_ratios(logps, behaviour), 0)
-        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages, ids, prompts, head, learning_rate)
+        tokens = Tokens(logps, behaviour, mask, log_ratio, advantages, **others)
         weighted = self.weigh(tokens)
         if not isinstance(weighted, Weighted):
             raise TypeError(

@@ -199,12 +199,8 @@ def together(batches: list[Batch], padding: int) -> list[Batch]:
         for name, values in rows.items()
     }
     if not text["completion_ids"].size(1):  # nothing but empty completions: the model wants a position to score
-        text = {name: text[name] if "prompt" in name else _one_column(text[name]) for name in text}
+        text |= {name: x.new_zeros(x.size(0), 1) for name, x in text.items() if "prompt" not in name}
     return [Batch(text)]
-
-
-def _one_column(values: torch.Tensor) -> torch.Tensor:
-    return values.new_zeros(values.size(0), 1)
 
 
 _SHUFFLE = "shuffle_sequence_dict"  # by which TRL mixes the sequences of a generation before it cuts them up

@@ -87,12 +87,7 @@ def without_old_policy(
 
 
 class Progress:
-    """
-    How far a trainer has got with its generations.
-
-    Args:
-        trainer (`GRPOTrainer`): the trainer.
-    """
+    """How far a trainer has got with its generations."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer

@@ -72,13 +72,7 @@ class _PassMade(Exception):
 
 
 class TRLLoss:
-    """
-    The parts of TRL's loss: its forward pass, the policy's loss, and the terms that carry no advantage.
-
-    Args:
-        trainer (`GRPOTrainer`): the trainer, whose settings are borrowed.
-        loss (`Callable`): its `_compute_loss`, as TRL has it, of a [`Batch`].
-    """
+    """The parts of TRL's loss: its forward pass, the policy's loss, and the terms that carry no advantage."""
 
     def __init__(self, trainer: Any, loss: Callable[[Batch], torch.Tensor]):
         self._trainer, self._loss = trainer, loss
@@ -99,12 +93,8 @@ class TRLLoss:
 
     def of_policy(self, batch: Batch, outputs: Outputs, balances: bool = False) -> tuple[torch.Tensor, Figures]:
         """
-        The loss without the terms that carry no advantage, and what TRL logs of it.
-
-        Args:
-            batch ([`Batch`]): the batch, with the weights of its tokens.
-            outputs ([`Outputs`]): of the forward pass.
-            balances (`bool`): whether the load-balancing loss stays in the loss.
+        The loss without the terms that carry no advantage, but for the load-balancing loss if it `balances`, and what
+        TRL logs of it.
         """
         with self._policy_alone(batch, outputs, balances), figures_apart(self._trainer) as figures:
             return self._loss(batch), figures

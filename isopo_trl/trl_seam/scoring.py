@@ -21,12 +21,7 @@ disable_gradient_checkpointing = require(
 
 
 class Scoring:
-    """
-    A trainer's scoring passes.
-
-    Args:
-        trainer (`GRPOTrainer`): the trainer.
-    """
+    """A trainer's scoring passes."""
 
     def __init__(self, trainer: Any):
         self._trainer = trainer

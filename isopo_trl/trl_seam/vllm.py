@@ -21,12 +21,7 @@ require("trl.GRPOTrainer._generate_single_turn", mentions=("vllm_generation", "s
 
 
 class ColocatedVLLM:
-    """
-    vLLM in the process of a trainer.
-
-    Args:
-        trainer (`GRPOTrainer`): the trainer, with `vllm_mode="colocate"`.
-    """
+    """vLLM in the process of a trainer."""
 
     def __init__(self, trainer: Any):
         self._generation = trainer.vllm_generation

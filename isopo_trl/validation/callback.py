@@ -162,7 +162,8 @@ class ValidationCallback(TrainerCallback):
         trainer.model.eval()  # no dropout
         try:
             with self._own_random_stream(), torch.no_grad():
-                moved = self._initial is not None and self._has_moved(self._initial)
+                differs = self._initial is not None and self._initial.differs_from(trainer)
+                moved = self._initial is not None and self._over_ranks(torch.tensor([float(differs)]))[0] > 0
                 with self._bar(len(self.dataset) + self.kl_prompts * moved) as bar:
                     figures = self._accuracy(step, bar)
                     if self._initial is not None:
@@ -203,10 +204,6 @@ class ValidationCallback(TrainerCallback):
     def _advance(self, bar: tqdm, real: list[bool]) -> None:
         ranks = self.trainer.accelerator.num_processes
         bar.update(min(sum(real) * ranks, bar.total - bar.n))
-
-    def _has_moved(self, initial: InitialPolicy) -> bool:
-        """Whether the policy is another than the initial one; the same answer on every rank."""
-        return self._over_ranks(torch.tensor([float(initial.differs_from(self.trainer))]))[0] > 0
 
     def _accuracy(self, step: int, bar: tqdm) -> dict[str, float]:
         texts, sums = [], torch.zeros(4, dtype=torch.float64)

@@ -19,9 +19,9 @@ from torch import nn
 import isopo_trl
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
 from isopo_trl.integrations import deepspeed
+from isopo_trl.integrations.engines import refuse_sharding
 from isopo_trl.narrow_weights import choice
 from isopo_trl.token_weights import ratio_loss, refusals
-from isopo_trl.trainer import refuse_sharding
 from tests import tiny, training
 from tests.documentation.test_docs import table
 

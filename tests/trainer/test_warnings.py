@@ -24,21 +24,3 @@ def test_sequences_that_are_to_interact_and_are_alone_in_their_microbatch_are_wa
 def test_bounds_of_plain_steps_beside_another_optimizer_are_warned_of(optim, warned, tmp_path, caplog):
     training.build(tmp_path, token_weights="capo", optim=optim)
     assert bool(said(caplog, "token_weights='capo' gates tokens by what a plain gradient step")) == warned
-
-
-@pytest.mark.parametrize(
-    ("settings", "warned"),
-    [({}, True), ({"max_grad_norm": 0.0}, False), ({"scale": "relative"}, False), ({"target_kl": 1e-4}, False)],
-    ids=str,
-)
-def test_clipping_that_takes_the_length_of_a_gradient_in_the_papers_units_is_said_once(
-    settings, warned, tmp_path, caplog
-):
-    settings = {"rule": "euclidean", "scale": "paper", "max_grad_norm": 0.05, **settings}
-    trainer = training.build(tmp_path, **settings)
-    trainer.train()
-    messages = said(caplog, "max_grad_norm=0.05 cuts it to")
-    assert len(messages) == warned
-    norm = trainer.state.log_history[0]["grad_norm"]
-    if warned:
-        assert norm > 5 and f"(grad_norm={norm:,.4g})" in messages[0] and "scale='relative'" in messages[0]
