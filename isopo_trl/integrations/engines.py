@@ -17,9 +17,16 @@ def refuse_compiled(accelerator: Any) -> None:
 
 
 def refuse_sharding(args: Any, accelerator: Any) -> None:
-    """Raise for a rule that needs a direction where whole gradients are on no rank, or out of the layers' sight."""
+    """
+    Raise under FSDP1, and for a rule that needs a direction where whole gradients are on no rank, or out of sight.
+    """
     state = accelerator.state
     fsdp, deepspeed_plugin = (getattr(state, f"{name}_plugin", None) for name in ("fsdp", "deepspeed"))
+    if fsdp is not None and fsdp.fsdp_version == 1:
+        raise ValueError(
+            "FSDP1 (fsdp_version=1) flattens the weights of several layers into one, in which ISOPO's layers do not "
+            "find theirs: set fsdp_version to 2 in accelerate's configuration."
+        )
     if args._rule().needs.direction and (fsdp is not None or deepspeed_plugin is not None):
         raise ValueError(
             f"rule={args.rule!r} measures each layer's gradients against a direction of all its weights, which it "

@@ -5,6 +5,7 @@ from typing import Any
 
 from peft import PeftModel
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..microbatch import CurrentMicrobatch
@@ -229,6 +230,11 @@ def _refuse_model(model: nn.Module) -> None:
         raise ValueError(
             f"The trained parameters are split over {', '.join(sorted(map(str, devices)))}, which ISOPO does not "
             "support: load the model on one device (`device_map=None`), or shard it with FSDP2."
+        )
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "The model is under FSDP1 (`FullyShardedDataParallel`), which flattens the weights of several layers into "
+            "one: attach ISOPO to the plain model, and shard it with FSDP2 (`fully_shard`)."
         )
     if any(_is_compiled(module) for module in model.modules()):
         raise ValueError(

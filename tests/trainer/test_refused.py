@@ -15,6 +15,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import isopo_trl
 from isopo_trl import ISOPO, ISOPOConfig, ISOPOTrainer
@@ -109,6 +110,14 @@ def shards(rule, **plugins):
     return lambda folder: refuse_sharding(args, SimpleNamespace(state=SimpleNamespace(**plugins)))
 
 
+def under_fsdp1(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model.model.norm = FullyShardedDataParallel(model.model.norm, device_id=torch.device("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def with_a_tool(folder):
     def again(text: str) -> str:
         """Says it again.
@@ -164,6 +173,10 @@ WORDS = {
     '`rule="spring"` or `"proma"` under FSDP2 or DeepSpeed': [
         shards("spring", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)),
         shards("proma", deepspeed_plugin=object()),
+    ],
+    "FSDP1 (`fsdp_version: 1`, accelerate's default)": [
+        shards("fisher", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1)),
+        core(under_fsdp1),
     ],
     '`advantage_transform="empg"` with `tools` or an `environment_factory`': [with_a_tool],
     '`advantage_transform="g2rl"` under FSDP or ZeRO-3': [under_fsdp(advantage_transform="g2rl", g2rl_lambda=1.0)],
@@ -257,6 +270,7 @@ OF_ROWS = [
     "Take another optimizer",
     "needs a learning rate that it can multiply",
     "a direction of all its weights",
+    "FSDP1",
     "Let it go without, or leave target_kl out",
 ]
 OF_USE = [
@@ -267,7 +281,7 @@ OF_USE = [
     "attached to this model already",
 ]
 FILES = ["trainer.py", "layers/plan.py", "step_size/optimizers.py"]
-FILES += [f"integrations/{name}.py" for name in ("deepspeed", "liger", "peft_reference")]
+FILES += [f"integrations/{name}.py" for name in ("checkpointing", "deepspeed", "engines", "liger", "peft_reference")]
 
 
 @pytest.mark.parametrize("name", FILES)
