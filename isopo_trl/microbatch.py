@@ -12,6 +12,7 @@ from .geometry.cost import Needs
 from .geometry.sequences import SampleRows, Samples, Sequences
 from .geometry.statistics import Direction, Statistics
 from .kernels.coefficients import Entry, KernelLedger, statistics_are_in_kernels
+from .kernels.launch import is_here
 from .kernels.rms_norm import Factors
 from .rules.direction import GivenDirection
 from .rules.ledger import Ledger
@@ -149,7 +150,7 @@ class Microbatch:
                 n = self.draw.rows_of_layers.samples
             # Kernels are given addresses, and would not notice what is elsewhere
             data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
-            here = all(tensor.device == x.device for tensor in data)
+            here = is_here(x) and all(tensor.device == x.device for tensor in data)
             known = here and self.sequences.index is None and not self.needs.direction
             known = known and statistics_are_in_kernels(x, m, n, self.rule.needs)
             self._kernels_measure[x.dtype] = known

@@ -10,6 +10,7 @@ small operations per layer. Here a layer takes two launches beside its own produ
 - `experts`: all that a mixture's stack of matrices needs, for all of its experts at once.
 - `v`: norms and neural tangent kernel of explicit gradients, and their sum.
 - `elementwise`, `rms_norm`: parameters that act feature by feature, and the norm itself.
+- `rotary`, `gated`: rotary embeddings and gated activations, which hold no parameter.
 - `divergence`: of distributions over the vocabulary, for the length of a step.
 - `halves`: numbers in float16, and what that leaves out, for passes that measure a step.
 """

@@ -137,6 +137,21 @@ class Layer:
         return {}
 
 
+class Shortcut(Layer):
+    """A layer for speed alone, inside of a microbatch: outputs and gradients are those of its module's own forward."""
+
+    def __init__(self, current: CurrentMicrobatch, module: nn.Module):
+        super().__init__(current, module, "", -1)
+
+    @property
+    def entered(self) -> list[int]:
+        return []
+
+    @property
+    def microbatch(self) -> Microbatch | None:
+        return self.current.microbatch if torch.is_grad_enabled() else None
+
+
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     layer = module.__dict__.get("_isopo_layer")
     # A deep copy of the model carries the layer along but is not the model that is trained
@@ -275,6 +290,12 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def has_own_forward(module: nn.Module) -> bool:
     """Whether somebody has replaced the forward of this very instance."""
     return "forward" in module.__dict__
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to be told of the module's calls, or does something there."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_pre_hooks or module._backward_hooks)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -14,7 +14,16 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import Layer, LayerFunction, autocast, has_own_forward, layer_backward, parameter_of, take_aside
+from .layer import (
+    Layer,
+    LayerFunction,
+    autocast,
+    has_own_forward,
+    is_hooked,
+    layer_backward,
+    parameter_of,
+    take_aside,
+)
 from .linear import LinearLayer, LinearRows, LinearTerms, linear_gradient
 
 
@@ -58,7 +67,7 @@ class LoRALinear(Layer):
             return False
         base = inside["base_layer"]
         # Their calls are skipped here, and with them what others do there: DeepSpeed, for one, gathers the weights
-        return not (has_own_forward(base) or any(map(_is_hooked, (base, self.A.module, self.B.module))))
+        return not (has_own_forward(base) or any(map(is_hooked, (base, self.A.module, self.B.module))))
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         base = module._modules["base_layer"]
@@ -85,11 +94,6 @@ class LoRALinear(Layer):
         h = linear(x, A)
         y.view(-1, y.size(-1)).addmm_(h.view(-1, h.size(-1)), B.t().to(h.dtype), alpha=module.scaling[self.adapter])
         return y
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_pre_hooks or module._backward_hooks)
 
 
 def lora_linears(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[LoRALinear]:

@@ -15,6 +15,7 @@ from .elementwise import ElementwiseLayer
 from .embedding import EmbeddingLayer
 from .experts import ExpertsForward, is_experts, verify_experts
 from .functional_linear import FunctionalLinearLayer, FunctionalLoRA, calls_linear_once
+from .gated import gated_mlps
 from .layer import Inseparable, Layer, Place, Unsupported, full_shape, has_own_forward
 from .layer_norm import LayerNormLayer
 from .linear import LinearLayer
@@ -221,7 +222,8 @@ def shortcuts(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer])
     found: list[Layer] = [*lora_linears(current, model, layers), *frozen_norms(current, model, layers)]
     if any(isinstance(layer, AnyModuleLayer) for layer in layers):  # what is around these is run again, its own way
         return found
-    return found + rotary_attentions(current, model, {layer.module for layer in layers})
+    taken = {layer.module for layer in layers}
+    return [*found, *rotary_attentions(current, model, taken), *gated_mlps(current, model, taken)]
 
 
 def _refuse_model(model: nn.Module) -> None:

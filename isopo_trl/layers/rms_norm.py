@@ -16,6 +16,7 @@ from .layer import (
     PROBE_ERRORS,
     Layer,
     LayerFunction,
+    Shortcut,
     full_shape,
     has_own_forward,
     layer_backward,
@@ -103,27 +104,19 @@ class _RMSNorm(LayerFunction):
         return dx, total, None, None
 
 
-class FrozenRMSNorm(Layer):
+class FrozenRMSNorm(Shortcut):
     """An RMSNorm that is not trained: here for speed alone, as most of the operations of a LoRA step are norms'."""
 
     kind = "frozen"
 
     def __init__(self, current: CurrentMicrobatch, module: nn.Module, flavour: Flavour):
-        super().__init__(current, module, "", -1)
+        super().__init__(current, module)
         self.flavour = flavour
-
-    @property
-    def entered(self) -> list[int]:
-        return []
-
-    @property
-    def microbatch(self) -> Microbatch | None:
-        return self.current.microbatch if torch.is_grad_enabled() else None
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         weight = parameter_of(module, "weight")
         known = x.dim() in (3, 4) and x.shape[-1] <= rms_norm.MOST_FEATURES and x.shape[0] < 2**16
-        known = known and takes(x)
+        known = known and takes(x) and is_here(x)
         if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not takes(weight):
             return type(module).forward(module, x, *args, **kwargs)
         return _FrozenRMSNorm.apply(x, weight, self.flavour, microbatch)

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from ..kernels import rotary as kernel
-from ..kernels.launch import takes
+from ..kernels.launch import is_here, takes
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import PROBE_ERRORS, Layer, LayerFunction, has_own_forward, once
+from .layer import PROBE_ERRORS, LayerFunction, Shortcut, has_own_forward, once
 
 
 # What the families' modules call it
 NAME = "apply_rotary_pos_emb"
 
 
-class RotaryAttention(Layer):
+class RotaryAttention(Shortcut):
     """
     An attention module whose forward calls [`definition`] by the name of its family.
 
@@ -37,22 +37,14 @@ class RotaryAttention(Layer):
     takes_anything = True
 
     def __init__(self, current: CurrentMicrobatch, module: nn.Module, names: dict[str, Any]):
-        super().__init__(current, module, "", -1)
+        super().__init__(current, module)
         self.names, self.own = names, names[NAME]
-
-    @property
-    def entered(self) -> list[int]:
-        return []
-
-    @property
-    def microbatch(self) -> Microbatch | None:
-        return self.current.microbatch if torch.is_grad_enabled() else None
 
     def forward(self, module: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
         if self.names[NAME] is not self.own:  # somebody else's is in place, such as Liger's
             return type(module).forward(module, *args, **kwargs)
-        self.names[NAME] = self._rotated
         try:
+            self.names[NAME] = self._rotated
             return type(module).forward(module, *args, **kwargs)
         finally:
             self.names[NAME] = self.own
@@ -64,12 +56,12 @@ class RotaryAttention(Layer):
 
 
 def _kernel_takes(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    if q.dim() != 4 or q.dtype != k.dtype or cos.dtype != sin.dtype or not (takes(q) and takes(cos)):
+    if q.dim() != 4 or q.dtype != k.dtype or cos.dtype != sin.dtype or not (takes(q) and takes(cos) and is_here(q)):
         return False
     B, _, T, D = q.shape
     if (k.shape[0], k.shape[2], k.shape[3]) != (B, T, D) or D % 2 or D > kernel.MOST_FEATURES or B >= 2**16:
         return False
-    if cos.requires_grad or sin.requires_grad:
+    if cos.requires_grad or sin.requires_grad or max(q.numel(), k.numel()) >= 2**31:
         return False
     return cos.shape == sin.shape and cos.shape in ((B, T, D), (1, T, D))
 

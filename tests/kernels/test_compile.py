@@ -9,7 +9,7 @@ import torch
 
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.geometry.sequences import SampleRows, Samples, Sequences
-from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, halves, linear, rms_norm, rotary, v
+from isopo_trl.kernels import divergence, elementwise, experts, fisher_rows, gated, halves, linear, rms_norm, rotary, v
 from isopo_trl.kernels import launch as launching
 from isopo_trl.kernels.coefficients import Entry, KernelLedger, rule_is_in_kernels
 from isopo_trl.kernels.launch import INTERPRET, NOTHING
@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 
-MODULES = (linear, v, elementwise, rms_norm, rotary, experts, fisher_rows, halves, divergence)
+MODULES = (linear, v, elementwise, rms_norm, rotary, gated, experts, fisher_rows, halves, divergence)
 # Compute capability and what a block may have of shared memory: A100, H100
 MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 TYPES = {
@@ -223,6 +223,14 @@ def test_rotary_embeddings_compile_and_fit(compiled, dtype):
     for back in (False, True):
         rotary.rotated(q, k, cos, cos, dtype, back)
     assert set(compiled) == {"_rotary_kernel"}
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
+def test_gated_activations_compile_and_fit(compiled, dtype):
+    x = tensor(8, 1024, 3072, dtype=dtype)
+    gated.forward(x, x)
+    gated.backward(x, x, x)
+    assert set(compiled) == {"_forward_kernel", "_backward_kernel"}
 
 
 @pytest.mark.parametrize(

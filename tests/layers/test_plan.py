@@ -81,12 +81,13 @@ def test_shortcuts_are_for_whole_lora_layers_and_frozen_norms_and_train_nothing_
     current = CurrentMicrobatch()
     layers = plan(current, model)
     found = shortcuts(current, model, layers)
-    kinds = ("LoRALinear", "FrozenRMSNorm", "RotaryAttention")
+    kinds = ("LoRALinear", "FrozenRMSNorm", "RotaryAttention", "GatedMLP")
     by_kind = {kind: {s.module for s in found if type(s).__name__ == kind} for kind in kinds}
     modules = dict(model.named_modules())
     assert by_kind["LoRALinear"] == {m for n, m in modules.items() if n.endswith(("q_proj", "up_proj"))}
     assert by_kind["FrozenRMSNorm"] == {m for n, m in modules.items() if n.endswith("norm")}
     assert by_kind["RotaryAttention"] == {m for n, m in modules.items() if n.endswith("self_attn")}
+    assert by_kind["GatedMLP"] == {m for n, m in modules.items() if n.endswith("mlp")}
     assert len(found) == sum(map(len, by_kind.values()))
     # The trained parameters stay with their own layers
     assert {layer.module for layer in layers}.isdisjoint(s.module for s in found)
@@ -96,7 +97,7 @@ def test_a_trained_norm_has_no_shortcut():
     model = tiny.model("qwen3")
     current = CurrentMicrobatch()
     found = shortcuts(current, model, plan(current, model))
-    assert {type(shortcut).__name__ for shortcut in found} == {"RotaryAttention"}
+    assert {type(shortcut).__name__ for shortcut in found} == {"RotaryAttention", "GatedMLP"}
 
 
 # What is refused

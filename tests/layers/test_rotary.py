@@ -99,7 +99,7 @@ def test_a_microbatchs_gradients_are_the_same_with_it(calls, checkpointing):
 
 
 @batches.needs_kernels
-def test_what_the_kernel_does_not_take_is_left_to_the_model(calls):
+def test_what_the_kernel_does_not_take_is_left_to_the_model(calls, monkeypatch):
     isopo = ISOPO(tiny.model("qwen3").to(DEVICE))
     (layer, *_) = rotary_layers(isopo)
     q, k = (torch.randn(2, n, 3, 8, device=DEVICE, dtype=EXACT) for n in (2, 1))
@@ -110,6 +110,17 @@ def test_what_the_kernel_does_not_take_is_left_to_the_model(calls):
     assert not calls
     layer._rotated(q, k, cos, sin)
     assert len(calls) == 1
+    monkeypatch.setattr(rotary, "is_here", lambda x: False)  # on another device than the current one
+    layer._rotated(q, k, cos, sin)
+    assert len(calls) == 1
+
+
+@batches.needs_kernels
+def test_offsets_of_the_kernel_have_32_bits():
+    cos = torch.zeros(1, 1, 1, device=DEVICE, dtype=EXACT).expand(1, 2**10, 8)
+    k, q = (torch.zeros(1, 1, 1, 1, device=DEVICE, dtype=EXACT).expand(1, n, 2**10, 8) for n in (1, 2**18))
+    assert not rotary._kernel_takes(q, k, cos, cos) and not rotary._kernel_takes(k, q, cos, cos)
+    assert rotary._kernel_takes(q[:, 1:], k, cos, cos)
 
 
 # Borrowing the function's name

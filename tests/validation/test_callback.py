@@ -393,6 +393,11 @@ def test_what_cannot_be_validated_is_refused_at_construction(data, settings, mes
         ValidationCallback(training.build(tmp_path), data, tiny.reward, **settings)
 
 
+def test_the_default_reward_is_refused_where_nothing_says_what_is_right(tmp_path):
+    with pytest.raises(ValueError, match=r"columns \['prompt'\].*gsm8k_reward.*needs a column `answer`"):
+        ValidationCallback(training.build(tmp_path), tiny.prompts(3).select_columns(["prompt"]))
+
+
 def test_a_rollout_function_is_refused_which_nobody_can_tell_to_be_greedy(tmp_path):
     trainer = training.build(tmp_path)
     trainer.rollout_func = print
