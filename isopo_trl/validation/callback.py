@@ -92,8 +92,9 @@ class ValidationCallback(TrainerCallback):
             )
         if reward_func is gsm8k_reward and "answer" not in dataset.column_names:
             raise ValueError(
-                f"The validation set has the columns {dataset.column_names}, and `gsm8k_reward`, which scores it where "
-                "no `reward_func` is given, needs a column `answer`: give the function that scores these completions."
+                f"The validation set has the columns {dataset.column_names}, and `gsm8k_reward`, which scores it "
+                "where no `reward_func` is given, needs a column `answer`: give the function that scores these "
+                "completions."
             )
         if steps < 1 or kl_prompts < 0 or (batch_size is not None and batch_size < 1):
             raise ValueError(
