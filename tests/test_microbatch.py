@@ -73,7 +73,7 @@ class OtherFormula(PowerRule):
 
 
 @needs_kernels
-def test_what_the_kernels_cannot_take_is_left_to_pytorch():
+def test_what_the_kernels_cannot_take_is_left_to_pytorch(monkeypatch):
     x = torch.ones(B * T, 2, device=DEVICE)
     known = microbatch(FISHER, device=DEVICE)
     assert known.kernels_take(x) and not known.kernels_take(x.long()) and known.kernels_take(x)
@@ -88,6 +88,8 @@ def test_what_the_kernels_cannot_take_is_left_to_pytorch():
     elsewhere = microbatch(FISHER, device=DEVICE)
     elsewhere.samples = draw_samples(torch.ones(B * T, device="meta"), 3, 0)
     assert not elsewhere.kernels_take(x)
+    monkeypatch.setattr("isopo_trl.microbatch.is_here", lambda x: False)  # on another device than the current one
+    assert not microbatch(FISHER, device=DEVICE).kernels_take(x)
 
 
 @pytest.mark.parametrize("positions", [(B, T), (B * T,), (1, B * T), (B, 1, T)])

@@ -78,7 +78,7 @@ def gpu(capability, monkeypatch):
 
 @pytest.fixture
 def compiled(gpu, capability, monkeypatch):
-    """Runs what is called on a GPU that is not there: `{name of a kernel: its shared memory}` of what it launches."""
+    """Runs what is called on a GPU that is not there: `{name of a kernel: its program}` of what it launches."""
     found = {}
     pipeline = linear._pipeline
     for module in (linear, experts):
@@ -103,7 +103,7 @@ def compiled(gpu, capability, monkeypatch):
         )
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=plan.options)
         assert made.metadata.shared <= MEMORY[capability], f"{names[0]}: {made.metadata.shared} bytes"
-        found[kernel.__name__] = made.metadata.shared
+        found[kernel.__name__] = made
 
     for module in MODULES:
         monkeypatch.setattr(module, "launch", launch)
@@ -174,14 +174,14 @@ def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_sam
     sequences, samples, ledger = microbatch(RULES["fig4"], 2, 64, 128)
     g = tensor(128, 4096, dtype=dtype)
     linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0))
-    assert compiled["_overlap_kernel"] > 2**15  # there is something under way
+    assert compiled["_overlap_kernel"].metadata.shared > 2**15  # there is something under way
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
 def test_the_steps_under_way_over_gradients_fit_with_the_most_sequences(compiled):
     ledger = microbatch(RULES["interacting"], 64, 8, 0)[2]
     v.v_coefficients(tensor(64, 896, 896), Entry(ledger, 0))
-    assert compiled["_ntk_kernel"] > 2**15
+    assert compiled["_ntk_kernel"].metadata.shared > 2**15
 
 
 @pytest.mark.slow
@@ -231,6 +231,34 @@ def test_gated_activations_compile_and_fit(compiled, dtype):
     gated.forward(x, x)
     gated.backward(x, x, x)
     assert set(compiled) == {"_forward_kernel", "_backward_kernel"}
+
+
+def loads_of_one(program):
+    """How many instructions of a `program` read one number in bf16."""
+    return program.asm["ptx"].count("ld.global.b16")
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_numbers_side_by_side_are_read_eight_at_a_time(compiled):
+    heads, x = tensor(8, 1024, 16, 128, dtype=torch.bfloat16), tensor(8, 1024, 3072, dtype=torch.bfloat16)
+    cos = tensor(8, 1024, 128, dtype=torch.bfloat16)
+    for back in (False, True):
+        rotary.rotated(heads.transpose(1, 2), heads.transpose(1, 2), cos, cos, torch.bfloat16, back)
+        assert loads_of_one(compiled["_rotary_kernel"]) == 0
+    gated.forward(x, x)
+    gated.backward(x, x, x)
+    assert loads_of_one(compiled["_forward_kernel"]) == loads_of_one(compiled["_backward_kernel"]) == 0
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_gradients_of_norms_are_read_eight_at_a_time_where_they_are_aligned(compiled):
+    x, weight, scale = tensor(8, 64, 1024, dtype=torch.bfloat16), tensor(1024, dtype=torch.bfloat16), tensor(512)
+    loads = []
+    for width in (1024, 1025):
+        g = tensor(8, 64, width, dtype=torch.bfloat16)[..., :1024]
+        rms_norm.backward(x, g, weight, scale, rms_norm.Flavour(1e-6, 0.0, True), Sequences.regular(8, 64), None)
+        loads.append(loads_of_one(compiled["_backward_kernel"]))
+    assert loads[0] < loads[1]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +330,7 @@ def test_numbers_in_float16_compile(compiled):
         halves.in_halves(tensor(*shape), 16.0, 65504.0, 2048.0)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             halves.halved(tensor(*shape, dtype=dtype), 16.0, 65504.0)
-    assert compiled == {"_halves_kernel": 0}
+    assert {name: made.metadata.shared for name, made in compiled.items()} == {"_halves_kernel": 0}
 
 
 @pytest.mark.parametrize("capability", MEMORY)
@@ -318,7 +346,9 @@ def test_every_kernel_is_tried_here():
     tried = {"_scale_kernel", "_elementwise_kernel", "_overlap_kernel", "_ntk_kernel", "_norm_kernel"}
     tried |= {"_combine_kernel", "_forward_kernel", "_backward_kernel", "_put_kernel"}
     tried |= {"_overlap_with_rows_kernel", "_put_routed_kernel", "_halves_kernel", "_divergence_kernel"}
-    tried |= {f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")}
+    tried |= {"_rotary_kernel"} | {
+        f"_expert_{what}_kernel" for what in ("overlap", "products", "coefficients", "scale")
+    }
     there = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
     assert there == tried
 
