@@ -165,6 +165,12 @@ class Factors(Scratch):
         return free.pop()
 
 
+@lru_cache
+def _epsilon(eps: float, device: torch.device) -> torch.Tensor:
+    """On the device, where it is brought once: it would have to be waited for with every new shape."""
+    return torch.tensor([eps], device=device, dtype=torch.float64)
+
+
 @lru_cache(maxsize=4096)
 def _forward_plan(
     rows: int, D: int, flavour: Flavour, dtypes: tuple[torch.dtype, ...], device: torch.device
@@ -174,8 +180,7 @@ def _forward_plan(
     BR = max(1, _ELEMENTS // BD)
     constants = (D, flavour.offset, flavour.early, types_of(dtypes[0])[0], BR, BD)
     plan = Plan((-(-rows // BR), 1, 1), constants)
-    epsilon = torch.tensor([flavour.eps], device=device, dtype=torch.float64)
-    return plan, epsilon, flavour.output_dtype(*dtypes), accumulation_dtype(dtypes[0])
+    return plan, _epsilon(flavour.eps, device), flavour.output_dtype(*dtypes), accumulation_dtype(dtypes[0])
 
 
 def forward(
