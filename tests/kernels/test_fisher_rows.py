@@ -76,16 +76,18 @@ def test_what_measures_a_layer_also_keeps_its_rows(shape, slots):
     samples, n, rows = from_before(given, shape[4]), shape[4], len(given.g)
     numbers = torch.arange(slots or n) % (rows + 2) - 2  # the first two: zeros, and left alone
     source = reservoir.Source(numbers.to(DEVICE))
-    found = [torch.full((len(numbers), x.shape[1]), 7.0, device=DEVICE, dtype=EXACT) for x in (given.g, given.a)]
-    expected = [x.clone() for x in found]
+    empty = [torch.full((len(numbers), x.shape[1]), 7.0, device=DEVICE, dtype=EXACT) for x in (given.g, given.a)]
     run, alone = Run.of(given, FISHER), Run.of(given, FISHER)
     arguments = (given.g, given.a, given.bias, given.sequences, samples)
-    fisher_rows.overlap_coefficients(*arguments, run.entry, into=(*found, source.numbers))
-    for x, own, kept in zip((given.g, given.a), expected, found, strict=True):
-        source.put(own, x)
-        assert torch.equal(kept, own)
     fisher_rows.overlap_coefficients(*arguments, alone.entry)
-    assert torch.equal(run.ledger.table, alone.ledger.table)
+    for entry in (run.entry, alone.entry):  # also behind a layer of the same shape that keeps none
+        found = [x.clone() for x in empty]
+        fisher_rows.overlap_coefficients(*arguments, entry, into=(*found, source.numbers))
+        for x, own, kept in zip((given.g, given.a), empty, found, strict=True):
+            expected = own.clone()
+            source.put(expected, x)
+            assert torch.equal(kept, expected)
+        assert torch.equal(run.ledger.table, alone.ledger.table)
 
 
 def test_rows_of_experts_are_copied_with_their_experts():

@@ -103,9 +103,10 @@ def test_scaled_rows_are_those_of_the_sequences(m, T, d, dtype):
     result = linear.scaled(x, sequences, Entry(ledger, KNOWN))
     assert result.dtype == dtype and result.is_contiguous()
     close(result, sequences.scaled(x.double(), ledger.table[KNOWN, 0]), GRADIENT[dtype])
-    wide = torch.cat([x.flip(0), x], 1)
-    added = linear.scaled(x, sequences, Entry(ledger, KNOWN), wide[:, :d])  # rows with gaps between them
-    close(added, sequences.scaled(x.double(), ledger.table[KNOWN, 0]) + x.flip(0).double(), GRADIENT[dtype])
+    other = x.flip(0)
+    for plus in (other, torch.cat([other, x], 1)[:, :d]):  # and rows with gaps between them
+        added = linear.scaled(x, sequences, Entry(ledger, KNOWN), plus)
+        close(added, sequences.scaled(x.double(), ledger.table[KNOWN, 0]) + other.double(), GRADIENT[dtype])
 
 
 def test_scaled_rows_of_layers_share_their_memory_unless_they_are_large(monkeypatch):
