@@ -15,42 +15,17 @@ from isopo_trl.layers.gated import GatedMLP
 from tests import tiny
 from tests.kernels import batches
 from tests.kernels.batches import DEVICE, EXACT
-
-
-IDS = torch.tensor([[0, 9, 11, 12], [13, 9, 12, 10]])
-MASK = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-ADVANTAGES = torch.tensor([1.0, -0.5])
+from tests.layers.shortcuts import ADVANTAGES, IDS, MASK, count_calls, gradients, layers_of
 
 
 def gated_layers(isopo):
-    return [layer for layer in isopo._shortcuts if isinstance(layer, GatedMLP)]
+    return layers_of(isopo, GatedMLP)
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Counts the calls of the fused function."""
-    seen = []
-
-    def counting(*args, apply=gated._Gated.apply):
-        seen.append(args)
-        return apply(*args)
-
-    monkeypatch.setattr(gated._Gated, "apply", counting)
-    return seen
-
-
-def gradients(model, isopo, term=False):
-    """The gradients of one microbatch, with a term that carries no advantage if asked for, by parameter."""
-    model.zero_grad()
-    advantages, mask, ids = ADVANTAGES.to(DEVICE), MASK.to(DEVICE), IDS.to(DEVICE)
-    with isopo.microbatch(advantages, attention_mask=mask):
-        logits = model(ids, attention_mask=mask).logits
-        loss = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).sum()
-        if term:
-            isopo.unscaled(logits.square().mean())
-        loss.backward()
-    isopo.step()
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return count_calls(monkeypatch, gated._Gated)
 
 
 def mlp(forward=None, activation=None):
@@ -127,21 +102,19 @@ def test_a_microbatchs_gradients_are_the_same_with_it(calls, checkpointing, trai
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
+    term = checkpointing != "reentrant"  # which leaves no graph for one
     isopo = ISOPO(model)
-    for term in (False, True) if checkpointing != "reentrant" else (False,):  # which leaves no graph for a term
-        found = gradients(model, isopo, term)
-        assert calls
-        isopo.detach()
-        isopo = ISOPO(model)
-        for layer in gated_layers(isopo):
-            layer.detach()
-        calls.clear()
-        expected = gradients(model, isopo, term)
-        assert not calls
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
-        isopo.detach()
-        isopo = ISOPO(model)
+    found = gradients(model, isopo, term)
+    number = len(calls)
+    assert number
+    isopo.detach()
+    isopo = ISOPO(model)
+    for layer in gated_layers(isopo):
+        layer.detach()
+    expected = gradients(model, isopo, term)
+    assert len(calls) == number
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
 
 
 @batches.needs_kernels
