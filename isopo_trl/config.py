@@ -97,7 +97,7 @@ class ISOPOConfig(GRPOConfig):
             Otherwise between 1e-12 and 1e6, for `"interacting"` and `"spring"` from 1e-4.
         regularization_decay (`float`, *optional*, defaults to `0.9`):
             Decay of the running means `E`, per optimizer step.
-        spring_decay (`float`, *optional*, defaults to `0.99`):
+        spring_decay (`float`, *optional*, defaults to `0.9`):
             Part mu of the last step's direction that `"spring"` keeps, from 0 to below 1. `0` is `"interacting"` with
             `scale="paper"`.
         proma_strength (`float`, *optional*, defaults to `1.0`):
@@ -287,7 +287,7 @@ class ISOPOConfig(GRPOConfig):
         "blown up.",
     )
     regularization_decay: float = _setting(0.9, "Decay of the running means E, per optimizer step.")
-    spring_decay: float = _setting(0.99, "Part mu of the last step's direction that 'spring' keeps.")
+    spring_decay: float = _setting(0.9, "Part mu of the last step's direction that 'spring' keeps.")
     proma_strength: float = _setting(
         1.0, "How many times 'proma' takes away the projection of what the step has accumulated."
     )

@@ -52,7 +52,7 @@ class Spring(Interacting):
     """
 
     scale: str = "paper"
-    spring_decay: float = 0.99
+    spring_decay: float = 0.9
 
     def __post_init__(self):
         super().__post_init__()
@@ -64,7 +64,7 @@ class Spring(Interacting):
         if not (0 <= self.spring_decay < 1 and math.isfinite(self.spring_decay)):
             raise ValueError(
                 f"spring_decay={self.spring_decay} is the part of the last step's direction that is kept: give a "
-                "number from 0 to below 1 (0.99 is the default)."
+                "number from 0 to below 1 (0.9 is the default)."
             )
 
     @property
