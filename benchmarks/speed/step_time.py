@@ -7,7 +7,7 @@ same round. Memory (GPUs only) is the peak above what was allocated before the s
 
     python benchmarks/speed/step_time.py --recipe                                   # a small model, for CPUs
     python benchmarks/speed/step_time.py --shape 0.6b --sequences 8 --length 1024   # for one GPU
-    python benchmarks/speed/step_time.py --table --output table.json --plot table.png
+    python benchmarks/speed/step_time.py --table --output table.json
 
 With Liger's kernels in the model (`pip install liger-kernel`), GRPO and ISOPO, which keeps its own norms:
 
@@ -35,7 +35,6 @@ from setting import (
     add_case_options,
     add_variant_options,
     environment,
-    import_pyplot,
     measure,
     profiles,
     random_batch,
@@ -80,7 +79,6 @@ def parse() -> tuple[argparse.Namespace, list[argparse.Namespace]]:
     parser.add_argument("--profile", action="store_true", help="also the GPU's own time and the launches of one step")
     parser.add_argument("--kernels", type=int, default=0, help="of the profile: so many kernels by name in --output")
     parser.add_argument("--output", help="JSON file for the figures")
-    parser.add_argument("--plot", help="PNG file for a bar chart of the ratios")
     options = parser.parse_args()
     defaults = argparse.Namespace(**{name: getattr(options, name) for name in vars(case_parser().parse_args([]))})
     texts = [*(TABLE if options.table else ()), *options.case]
@@ -118,33 +116,8 @@ def run(case: argparse.Namespace, repeats: int, with_profile: bool, kernels: int
     return figures
 
 
-def plot(cases: list[dict], path: str) -> None:
-    pyplot = import_pyplot()
-    figure, panels = pyplot.subplots(len(cases), squeeze=False, figsize=(8, 0.6 + 2.4 * len(cases)))
-    for panel, case in zip(panels[:, 0], cases, strict=True):
-        names, figures = list(case["results"]), list(case["results"].values())
-        measured = [("ratio", "time"), ("memory_ratio", "memory")]
-        if figures[0]["memory_ratio"] is None:
-            measured.pop()
-        width = 0.8 / len(measured)
-        for number, (kind, label) in enumerate(measured):
-            places = [place + width * (number - (len(measured) - 1) / 2) for place in range(len(names))]
-            bars = panel.bar(places, [values[kind] for values in figures], 0.9 * width, label=label)
-            panel.bar_label(bars, fmt="%.2f", fontsize=8)
-        panel.axhline(1, color="grey", linewidth=0.8)
-        panel.margins(y=0.15)
-        panel.set_xticks(range(len(names)), names)
-        panel.set_ylabel("ratio to GRPO")
-        panel.set_title(case["title"], fontsize=9)
-    panels[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-
-
 def main():
     options, cases = parse()
-    if options.plot:
-        import_pyplot()
     if options.profile and DEVICE == "cpu":
         raise SystemExit("--profile counts a GPU's kernels, and there is none: leave it out.")
     report = {"environment": environment(), "repeats": options.repeats, "cases": []}
@@ -156,8 +129,6 @@ def main():
         if options.output:  # after every case, so that a run that is cut short leaves something
             with open(options.output, "w") as file:
                 json.dump(report, file, indent=2)
-    if options.plot:
-        plot(report["cases"], options.plot)
 
 
 if __name__ == "__main__":
