@@ -55,7 +55,7 @@ from .trl_seam.loss import TRLLoss, unequal_ranks
 from .trl_seam.rewards import add_reward
 from .trl_seam.scoring import Scoring
 from .trl_seam.trainer import get_config_model_id
-from .trl_seam.vllm import ColocatedVLLM, is_colocated, weights_are_others
+from .trl_seam.vllm import ColocatedVLLM, is_colocated, weights_are_others, without_texts
 
 
 logger = get_logger(__name__)
@@ -150,7 +150,10 @@ class ISOPOTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
         # What the model's parameters are, before anything is made of them
-        self.shared_weights = vllm_weights.share(self, ColocatedVLLM(self)) if is_colocated(self) else None
+        self.shared_weights = None
+        if is_colocated(self):
+            self.shared_weights = vllm_weights.share(self, ColocatedVLLM(self))
+            self.vllm_generation.generation_kwargs = without_texts(self.vllm_generation.generation_kwargs)
         self.epsilon_low, self.epsilon_high = ratio_loss.clipping_range(args)
         if args.use_liger_kernel:
             args.liger_kernel_config = liger.kernels(self.model, args.liger_kernel_config)

@@ -15,7 +15,7 @@ require(
 )
 require(f"{_GENERATION}._iter_named_params", mentions=("_fix_param_name_to_vllm", "named_parameters"))
 require(f"{_GENERATION}._fix_param_name_to_vllm", "name")
-require(f"{_GENERATION}.generate", mentions=("_llm_weights_sleeping", "sync_weights"))
+require(f"{_GENERATION}.generate", mentions=("_llm_weights_sleeping", "sync_weights", "generation_kwargs"))
 require("trl.GRPOTrainer.__init__", mentions=("vllm_generation", "_last_loaded_step"))
 require("trl.GRPOTrainer._generate_single_turn", mentions=("vllm_generation", "sync_weights", "_last_loaded_step"))
 
@@ -60,6 +60,15 @@ class ColocatedVLLM:
 def is_colocated(trainer: Any) -> bool:
     """Whether the trainer has vLLM in its process."""
     return trainer.use_vllm and trainer.vllm_mode == "colocate"
+
+
+def without_texts(settings: dict[str, Any] | None) -> dict[str, Any]:
+    """
+    Generation settings with which vLLM writes no texts, since TRL takes the tokens. It writes them token by token, in
+    Python, while the GPU waits. Only where strings are to end a completion, it has to.
+    """
+    settings = settings or {}
+    return settings if settings.get("stop") else {"detokenize": False, **settings}
 
 
 def weights_are_others(trainer: Any) -> None:
