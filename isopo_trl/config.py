@@ -1,9 +1,11 @@
 """Configuration of the [`ISOPOTrainer`]."""
 
+import inspect
 import math
+import re
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from trl import GRPOConfig
 
@@ -47,11 +49,20 @@ _OF_GRPO = (
 _LARGEST = 3.4e38
 
 
-def _setting(default: Any, meaning: str) -> Any:
-    """A field, and what the command line says of it."""
-    return field(default=default, metadata={"help": meaning})
+C = TypeVar("C", bound=type)  # of a dataclass
 
 
+def _with_help(config: C) -> C:
+    """The dataclass, whose settings say on a command line what its docstring says of them."""
+    entries = re.findall(r"^    ([\w, ]+) \(.+\):\n((?:\n|        .+\n)+)", inspect.getdoc(config) or "", re.MULTILINE)
+    fields: Any = vars(config)["__dataclass_fields__"]
+    for names, meaning in entries:
+        for name in set(names.split(", ")) & {*config.__annotations__}:
+            fields[name].metadata = {"help": " ".join(meaning.split())}
+    return config
+
+
+@_with_help
 @dataclass
 class ISOPOConfig(GRPOConfig):
     r"""
@@ -104,21 +115,26 @@ class ISOPOConfig(GRPOConfig):
             How many times `"proma"` takes away the projection of the accumulated gradient on the sequences of a
             microbatch.
         proma_bound (`float`, *optional*, defaults to `0.5`):
-            How long that projection may be, in lengths of the microbatch's own gradient; beyond it, it is shortened.
+            How long the projection that `"proma"` takes away may be, in lengths of the microbatch's own gradient.
+            Beyond it, it is shortened.
         keep_small (`bool`, *optional*, defaults to `False`):
-            Regularise by `sqrt(x^2 / (lambda E[x^2]) + 1)` instead of `reg2`, as the author's code can: sequences
-            whose norm is small compared with the running mean keep their size. Requires `regularization > 0`. The two
-            differ by a factor per layer, which `scale="relative"` divides out: it matters with `scale="paper"`.
+            Whether sequences whose norm is small compared with the running mean keep their size, regularised by
+            `sqrt(x^2 / (lambda E[x^2]) + 1)` instead of `reg2`, as the author's code can. Requires `regularization >
+            0`. The two differ by a factor per layer, which `scale="relative"` divides out: it matters with
+            `scale="paper"`.
         fisher_samples (`int`, *optional*, defaults to `64`):
             Number of token positions at which the Fisher metric is taken (250 in the author's code). More than there
             are means all of them.
         fisher_scope (`str`, *optional*):
-            Where these positions are from. `"step"`: all microbatches and ranks of the optimizer step before, whose
-            inputs and cotangents at these positions are kept for each layer, so that no coefficient depends on how
-            the batch is cut into microbatches or spread over ranks. The first step goes by the microbatch. Takes
-            memory for `2 fisher_samples` rows of each layer's inputs and outputs. `"microbatch"`: the microbatch
-            whose sequences are measured, as in the paper. If `None`, `"step"` for rules that have a Fisher norm, but
-            with more than 1,024 samples `"microbatch"`.
+            Where the positions of the Fisher metric are from. Possible values are:
+
+            - `"step"`: all microbatches and ranks of the optimizer step before, whose inputs and cotangents at these
+              positions are kept for each layer, so that no coefficient depends on how the batch is cut into
+              microbatches or spread over ranks. The first step goes by the microbatch. Takes memory for `2
+              fisher_samples` rows of each layer's inputs and outputs.
+            - `"microbatch"`: the microbatch whose sequences are measured, as in the paper.
+
+            If `None`, `"step"` for rules that have a Fisher norm, but with more than 1,024 samples `"microbatch"`.
         group_microbatches (`bool`, *optional*, defaults to `False`):
             Whether to keep the completions of one prompt in one microbatch, which TRL shuffles apart: for
             `"interacting"`, which sees the sequences of one microbatch. Not better than shuffled ones on GSM8K. The
@@ -135,10 +151,12 @@ class ISOPOConfig(GRPOConfig):
             trainer with a `_prepare_inputs`, `compute_loss` or `_compute_loss` of its own, which may use them. With
             `True`, these get `{}` for a microbatch that is left empty.
         scale (`str`, *optional*, defaults to `"relative"`):
-            `"relative"` divides `f` by `E[f x] / E[x]`, where x is the norm that the rule is about, and multiplies the
-            interacting coefficients by `c0`: coefficients are of order one, so that the learning rate, `max_grad_norm`
-            and gradient accumulation mean what they mean in GRPO. `"paper"` is the formula to the letter, as
-            `"spring"` always is.
+            What becomes of the units of a rule's formula. Possible values are:
+
+            - `"relative"`: `f` is divided by `E[f x] / E[x]`, where x is the norm that the rule is about, and the
+              interacting coefficients are multiplied by `c0`. So coefficients are of order one, and the learning rate,
+              `max_grad_norm` and gradient accumulation mean what they mean in GRPO.
+            - `"paper"`: the formula to the letter, as `"spring"` always is.
         token_weights (`str`, *optional*):
             How much each token of off-policy data counts, from the ratio `r = pi / pi_behaviour` to the policy that
             drew it: an older one, or the same one in other arithmetic or at another temperature. Its log-probabilities
@@ -161,30 +179,31 @@ class ISOPOConfig(GRPOConfig):
             If `None`, `"sampler"` where vLLM generates with `vllm_importance_sampling_correction` and the loss is not
             one of the ratio itself (see `epsilon` and `loss_type`), else `"none"`.
         epsilon, epsilon_high, delta (`float`, *optional*):
-            If one of them is given, the objective is GRPO's, `min(r A, clip(r) A)`, with the ratio r to the behaviour
-            policy (of whole sequences with `importance_sampling_level="sequence"`), clipped to `(1 - epsilon, 1 +
-            epsilon_high)`, and with the defaults of GRPO for the others. If none is, there is no clipping and no
-            ratio. With `token_weights="kpo"`, the range of filtered ratios; if `None`, 0.0003 and 0.0004. With
-            `"dcpo"` and `"aspo"`, the epsilons of theirs; if `None`, 0.16 and 0.2, and 0.2 and 0.2.
+            Distances from 1 at which ratios to the behaviour policy are clipped. If one of them is given, the
+            objective is GRPO's, `min(r A, clip(r) A)`, with the ratio r to the behaviour policy (of whole sequences
+            with `importance_sampling_level="sequence"`), clipped to `(1 - epsilon, 1 + epsilon_high)`, and with the
+            defaults of GRPO for the others. If `None`, nothing is clipped unless another one is given. With
+            `token_weights="kpo"`, the range of filtered ratios; by default, 0.0003 and 0.0004. With `"dcpo"` and
+            `"aspo"`, the epsilons of theirs; by default, 0.16 and 0.2, and 0.2 and 0.2.
         kpo_gain (`float`, *optional*):
             Fixed gain in place of the Kalman filter's schedule, in (0, 1].
         kpo_initial_variance (`float`, *optional*, defaults to `1.0`):
-            Variance P_0 of the filter's initial state, in units of the observation noise V. With `0`, as in the code
+            Variance P_0 of KPO's initial state, in units of the observation noise V. With `0`, as in the code
             that KPO's authors published, gains rise from `kpo_process_noise` instead of falling from 1/2.
         kpo_process_noise (`float`, *optional*, defaults to `1e-6`):
-            Process noise Q of the filter, in units of V. Gains tend to about its square root.
+            Process noise Q of KPO's filter, in units of V. Gains tend to about its square root.
         kpo_stop_gradient (`bool`, *optional*, defaults to `False`):
-            Whether to take no gradient through the filter, as the code that KPO's authors published does: token t is
+            Whether to take no gradient through KPO's filter, as the code that KPO's authors published does: token t is
             weighted by its own filtered ratio, instead of by those of all later tokens that it takes part in.
         dppo_delta (`float`, *optional*):
             Distance of a token's probabilities under the policy and the behaviour policy beyond which DPPO gives it no
             gradient if that would lead on. If `None`, 0.15 for `"dppo_tv"` and 0.05 for `"dppo_kl"`.
         dppo_cap (`float`, *optional*, defaults to `20.0`):
-            Largest ratio of DPPO's.
+            Largest ratio by which DPPO weighs a token.
         m2po_budget (`float`, *optional*, defaults to `0.04`):
             Mean of `(log r)^2` that M2PO leaves to the tokens that lead on.
         pspo_alpha (`float`, *optional*, defaults to `0.1`):
-            The behaviour policy's share of PSPO's smoothed policy.
+            The behaviour policy's share of PSPO's smoothed policy, from 0 to below 1.
         bapo_target (`float`, *optional*, defaults to `1.0`):
             What BAPO has tokens with a positive advantage weigh beside those with a negative one, before it stops to
             widen its bounds.
@@ -192,11 +211,11 @@ class ISOPOConfig(GRPOConfig):
             Change of the objective, by a plain step at the LM head along one token's gradient, from which on CAPO
             gates the token.
         capo_tau_f (`float`, *optional*, defaults to `1e-4`):
-            The same for the change of the policy.
+            Change of the policy by such a step, from which on CAPO gates the token.
         advantage_transform (`str`, *optional*):
             What becomes of a group's rewards or advantages between TRL's reward functions and the loss. The name of a
             transform, or several, with commas between, that are applied one after another (a list is taken as well).
-            If `None`, nothing. Possible values are:
+            If `None`, they stay as they are. Possible values are:
 
             - `"redit"`: noise on the rewards (ReDit).
             - `"g2rl"`: rewards scaled by the novelty of a completion's direction (G2RL).
@@ -207,7 +226,7 @@ class ISOPOConfig(GRPOConfig):
             - `"simpletir"`: none of completions with a void turn (SimpleTIR).
             - The name of a transform that was added with `isopo_trl.advantages.register`.
         redit_noise (`str`, *optional*, defaults to `"uniform"`):
-            ReDit's noise, `"uniform"` or `"gaussian"`.
+            ReDit's noise: `"uniform"` or `"gaussian"`.
         redit_scale (`float`, *optional*, defaults to `0.05`):
             How far uniform noise reaches to either side, or the deviation of Gaussian noise.
         pacs_beta (`float`, *optional*, defaults to `1.0`):
@@ -215,7 +234,7 @@ class ISOPOConfig(GRPOConfig):
         empg_k (`float`, *optional*, defaults to `1.0`):
             How much less uncertain completions count in EMPG.
         g2rl_lambda (`float`, *optional*):
-            How much novelty scales a reward in G2RL. Has to be given with `"g2rl"`: the paper has no number.
+            How much novelty scales a reward in G2RL, with which it has to be given: the paper has no number.
         cppo_pruning (`float`, *optional*, defaults to `0.5`):
             Share of a group's completions that CPPO leaves out, from 0 to below 1.
         simpletir_answer (`str`, *optional*, defaults to `"\\\\boxed{"`):
@@ -230,16 +249,16 @@ class ISOPOConfig(GRPOConfig):
             or truncated.
         target_kl (`float` or `"auto"`, *optional*):
             KL divergence, in nats per completion token, by which one optimizer step is to move the policy on the data
-            it was computed from. The learning rate is then found while training: `learning_rate` is where the search
-            starts, and a schedule multiplies the target instead. A step that goes too far is shortened before anything
-            else happens. `"auto"` is 0.05 nats per completion, divided by the mean length of completions, and 0.25 for
-            SGD without momentum, whose steps do not add up. If `None`, the learning rate is what it is; but
-            `optim="sgd"` has `"auto"` where no learning rate is given either.
+            it was computed from: `"auto"` or a number. The learning rate is then found while training: `learning_rate`
+            is where the search starts, and a schedule multiplies the target instead. A step that goes too far is
+            shortened before anything else happens. `"auto"` is 0.05 nats per completion, divided by the mean length of
+            completions, and 0.25 for SGD without momentum, whose steps do not add up. If `None`, the learning rate is
+            what it is; but `optim="sgd"` has `"auto"` where no learning rate is given either.
         log_step_kl (`bool`, *optional*, defaults to `False`):
-            Whether to measure that divergence, and log it as `step/kl`, where there is no target for it.
+            Whether to measure the KL divergence of each step, and log it as `step/kl`, where it has no target.
         step_kl_share (`float`, *optional*, defaults to `0.03125`):
-            Share of an optimizer step's sequences by which it is measured, in (0, 1], and at least one on each rank.
-            They are scored once before and once after the step.
+            Share of an optimizer step's sequences by which its length is measured, in (0, 1], and at least one on each
+            rank. They are scored once before and once after the step.
         behaviour_kl (`float`, *optional*):
             Bound on the KL divergence of the policy from the one that drew the data, in nats per token, where
             completions serve for more than one optimizer step. When the next step would go beyond it, completions of
@@ -271,140 +290,51 @@ class ISOPOConfig(GRPOConfig):
     > `"vespo"`.
     """
 
-    rule: str = _setting(
-        "fisher",
-        "How each sequence's gradient is rescaled, layer by layer: 'fisher' (1/F), 'npg' ((F/N)^-2), "
-        "'fig4' ((F/N)^-2/N), 'euclidean' (1/N), 'interacting' ((K + c0 I)^-1 A), 'spring' (the same with "
-        "momentum), 'proma' (the step's earlier microbatches give way to a microbatch), 'none' (REINFORCE).",
-    )
-    fisher_power: float | None = _setting(None, "Exponent p of the Fisher norm. If `None`, the rule's.")
-    norm_power: float | None = _setting(None, "Exponent q of the Euclidean norm. If `None`, the rule's.")
-    relative_power: float | None = _setting(None, "Exponent r of the relative norm F/N. If `None`, the rule's.")
-    regularization: float | None = _setting(
-        None,
-        "Regularisation lambda, in units of the running mean square. If `None`, 0.1, and 1 for 'fig4', "
-        "'interacting' and 'spring'. 0 is the paper's formula, in which a sequence with next to no gradient is "
-        "blown up.",
-    )
-    regularization_decay: float = _setting(0.9, "Decay of the running means E, per optimizer step.")
-    spring_decay: float = _setting(0.9, "Part mu of the last step's direction that 'spring' keeps.")
-    proma_strength: float = _setting(
-        1.0, "How many times 'proma' takes away the projection of what the step has accumulated."
-    )
-    proma_bound: float = _setting(0.5, "How long this projection may be, in lengths of the microbatch's own gradient.")
-    keep_small: bool = _setting(
-        False,
-        "Whether sequences with a small norm keep their size, regularised by "
-        "`sqrt(x^2 / (lambda E[x^2]) + 1)`. Requires `regularization > 0`.",
-    )
-    fisher_samples: int = _setting(
-        64, "Number of token positions at which the Fisher metric is taken. More than there are means all of them."
-    )
-    fisher_scope: str | None = _setting(
-        None,
-        "Where the positions of the Fisher metric are from: 'step' (all microbatches and ranks of the "
-        "optimizer step before, so that nothing depends on how the batch is cut) or 'microbatch'. If `None`, "
-        "'step' for rules that have a Fisher norm, and 'microbatch' with more than 1,024 samples.",
-    )
-    group_microbatches: bool = _setting(
-        False,
-        "Whether to keep the completions of one prompt in one microbatch. Requires that "
-        "`num_generations` divides `per_device_train_batch_size`.",
-    )
-    skip_zero_advantage: bool | None = _setting(
-        None,
-        "Whether to leave out sequences whose advantage is zero before the forward pass, and to pack the "
-        "others of an optimizer step into fewer or smaller microbatches. If `None`, it is done where no term "
-        "of the loss, no rule and no method of a subclass looks at them.",
-    )
-    scale: str = _setting(
-        "relative",
-        "What becomes of the units of a rule's formula: 'relative' (coefficients of order one, so that "
-        "the learning rate means what it means in GRPO) or 'paper' (the formula to the letter).",
-    )
-    token_weights: str | None = _setting(
-        None,
-        "How much each token of off-policy data counts: 'none', 'sampler' (truncated importance weights), "
-        "'p3o' (bounded by the effective sample size, with a pull towards the behaviour policy), 'kpo' (clipped "
-        "Kalman-filtered ratios), 'dppo_tv', 'dppo_kl', 'm2po', 'dcpo', 'aspo', 'pspo', 'bapo', 'capo' (gated "
-        "or bent ratios), 'gtpo' (conflicts between completions of a prompt). If `None`, 'sampler' where vLLM "
-        "generates with its correction, else 'none'.",
-    )
-    epsilon: float | None = _setting(  # type: ignore[assignment]  # GRPO's own cannot be left out
-        None,
-        "Distance below 1 at which ratios to the behaviour policy are clipped. If `None`, nothing is "
-        "clipped, unless `epsilon_high` or `delta` is given; with KPO 0.0003, DCPO 0.16, ASPO 0.2.",
-    )
-    kpo_gain: float | None = _setting(None, "Fixed gain in place of the Kalman filter's schedule, in (0, 1].")
-    kpo_initial_variance: float = _setting(1.0, "Variance of KPO's initial state, in units of the observation noise.")
-    kpo_process_noise: float = _setting(1e-6, "Process noise of KPO's filter, in units of the observation noise.")
-    kpo_stop_gradient: bool = _setting(False, "Whether to take no gradient through KPO's filter.")
-    dppo_delta: float | None = _setting(
-        None,
-        "Distance of a token's two probabilities beyond which DPPO gates it. If `None`, 0.15 for "
-        "'dppo_tv' and 0.05 for 'dppo_kl'.",
-    )
-    dppo_cap: float = _setting(20.0, "Largest ratio by which DPPO weighs a token.")
-    m2po_budget: float = _setting(0.04, "Mean of (log r)^2 that M2PO leaves to the tokens that lead on.")
-    pspo_alpha: float = _setting(0.1, "The behaviour policy's share of PSPO's smoothed policy, from 0 to below 1.")
-    bapo_target: float = _setting(
-        1.0, "What BAPO has tokens with a positive advantage weigh beside those with a negative one."
-    )
-    capo_tau_h: float = _setting(
-        0.01, "Change of the objective by a step along one token, from which on CAPO gates the token."
-    )
-    capo_tau_f: float = _setting(1e-4, "Change of the policy by such a step, from which on CAPO gates the token.")
-    advantage_transform: str | None = _setting(
-        None,
-        "What becomes of a group's rewards or advantages before the loss: 'redit' (noise), 'g2rl' "
-        "(novelty), 'dcpo' (all visits of a prompt), 'pacs' (right and wrong), 'empg' (entropy), 'cppo' "
-        "(pruning), 'simpletir' (void turns), or several with commas between. If `None`, they stay as they are.",
-    )
-    redit_noise: str = _setting("uniform", "ReDit's noise: 'uniform' or 'gaussian'.")
-    redit_scale: float = _setting(0.05, "How far uniform noise reaches, or the deviation of Gaussian noise.")
-    pacs_beta: float = _setting(1.0, "PACS's factor of the log-ratios.")
-    empg_k: float = _setting(1.0, "How much less uncertain completions count in EMPG.")
-    g2rl_lambda: float | None = _setting(
-        None, "How much novelty scales a reward in G2RL, with which it has to be given."
-    )
-    cppo_pruning: float = _setting(0.5, "Share of a group's completions that CPPO leaves out, from 0 to below 1.")
-    simpletir_answer: str = _setting(r"\\boxed{", "Regular expression by which SimpleTIR knows an answer.")
-    simpletir_deviation: float = _setting(
-        0.001, "Deviation of a group's rewards below which SimpleTIR leaves the group out."
-    )
-    kl_in_reward: bool = _setting(
-        False,
-        "Whether to subtract `beta` times the KL divergence to the reference model from the reward, "
-        "instead of adding it to the loss.",
-    )
-
-    target_kl: float | str | None = _setting(
-        None,
-        "KL divergence, in nats per completion token, by which one optimizer step is to move the policy: "
-        "'auto' (0.05 nats per completion, 0.25 for SGD without momentum) or a number. The learning rate is then "
-        "found while training, starting from `learning_rate`. If `None`, there is no target, but `optim='sgd'` "
-        "has 'auto' where no `learning_rate` is given either.",
-    )
-    log_step_kl: bool = _setting(False, "Whether to measure each step's KL divergence where it has no target.")
-    step_kl_share: float = _setting(
-        0.03125, "Share of an optimizer step's sequences by which its length is measured, in (0, 1]."
-    )
-    behaviour_kl: float | None = _setting(
-        None,
-        "Bound on the KL divergence from the policy that drew the data, in nats per token: beyond it, "
-        "completions are generated anew. If `None`, 16 times `target_kl`, if that is given.",
-    )
-    target_kl_offload: bool = _setting(
-        False, "Whether to keep a copy of the trained weights for `target_kl` in the host's memory."
-    )
-    bf16_updates: str | None = _setting(
-        None,
-        "How trained weights in bf16 keep steps smaller than they can hold: 'stochastic' (rounded at "
-        "random) or 'exact' (with a remainder of 16 bits). If `None`, they are rounded to nearest.",
-    )
-    float32_gradients: bool = _setting(
-        False, "Whether gradients of weights in bf16 are added up in float32, with `bf16_updates`."
-    )
+    rule: str = "fisher"
+    fisher_power: float | None = None
+    norm_power: float | None = None
+    relative_power: float | None = None
+    regularization: float | None = None
+    regularization_decay: float = 0.9
+    spring_decay: float = 0.9
+    proma_strength: float = 1.0
+    proma_bound: float = 0.5
+    keep_small: bool = False
+    fisher_samples: int = 64
+    fisher_scope: str | None = None
+    group_microbatches: bool = False
+    skip_zero_advantage: bool | None = None
+    scale: str = "relative"
+    token_weights: str | None = None
+    epsilon: float | None = None  # type: ignore[assignment]  # GRPO's own cannot be left out
+    kpo_gain: float | None = None
+    kpo_initial_variance: float = 1.0
+    kpo_process_noise: float = 1e-6
+    kpo_stop_gradient: bool = False
+    dppo_delta: float | None = None
+    dppo_cap: float = 20.0
+    m2po_budget: float = 0.04
+    pspo_alpha: float = 0.1
+    bapo_target: float = 1.0
+    capo_tau_h: float = 0.01
+    capo_tau_f: float = 1e-4
+    advantage_transform: str | None = None
+    redit_noise: str = "uniform"
+    redit_scale: float = 0.05
+    pacs_beta: float = 1.0
+    empg_k: float = 1.0
+    g2rl_lambda: float | None = None
+    cppo_pruning: float = 0.5
+    simpletir_answer: str = r"\\boxed{"
+    simpletir_deviation: float = 0.001
+    kl_in_reward: bool = False
+    target_kl: float | str | None = None
+    log_step_kl: bool = False
+    step_kl_share: float = 0.03125
+    behaviour_kl: float | None = None
+    target_kl_offload: bool = False
+    bf16_updates: str | None = None
+    float32_gradients: bool = False
 
     def __post_init__(self):
         self._check_types()

@@ -4,7 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .rules.rule import Rule
 from .rules.running import EXPECTATIONS, RunningStatistics
 from .rules.trial import verify_own_rule
 from .settings.types import typed
+from .trl_seam.loans import borrowed
 
 
 logger = logging.getLogger(__name__)
@@ -130,14 +131,9 @@ class ISOPO:
         """The microbatch under way, if there is one."""
         return self._current.microbatch
 
-    @contextmanager
-    def in_float32(self) -> Iterator[None]:
+    def in_float32(self) -> AbstractContextManager[None]:
         """Context of passes without gradient that are made in float32: layers that have a faster way take it."""
-        self._current.in_float32 = True
-        try:
-            yield
-        finally:
-            self._current.in_float32 = False
+        return borrowed(self._current, in_float32=True)
 
     def detach(self) -> None:
         """Give the model its own layers back."""

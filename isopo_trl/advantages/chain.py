@@ -90,6 +90,7 @@ class Chain:
     def apply(self, generation: Generation) -> torch.Tensor:
         """The advantages `[N]` that come to the loss, of a generation with those that TRL has made."""
         for transform in self.transforms:
+            transform.verify_rewards(generation)
             result = transform.apply(generation)
             self._verify(result, generation, transform)
             if transform.stage == "rewards":

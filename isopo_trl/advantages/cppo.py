@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..settings.ranges import GIVE_BELOW_1
 from .transform import Generation, Transform, register
 
 
@@ -23,14 +24,11 @@ class CPPO(Transform):
     credit = "Completions were pruned as in [CPPO](https://github.com/lzhxmu/CPPO)."
     stage = "selection"
     settings = ("cppo_pruning",)
+    ranges = {"cppo_pruning": (GIVE_BELOW_1, "is the share of a group's completions that is not trained on")}
 
     @classmethod
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        yield (
-            not 0 <= args.cppo_pruning < 1,
-            f"cppo_pruning={args.cppo_pruning} is the share of a group's completions that is not trained on: give a "
-            "number from 0 to below 1.",
-        )
+        yield from super().refusals(args)
         yield (
             args.cppo_pruning < 1 and kept(args.num_generations, args.cppo_pruning) == 0,
             f"cppo_pruning={args.cppo_pruning} leaves none of num_generations={args.num_generations} completions: "

@@ -11,12 +11,9 @@ the sources) is not there. The batch is the generation, of all ranks. Since its 
 all rewards are the same has an advantage, too.
 """
 
-import math
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
+from ..settings.ranges import GIVE_AT_LEAST_0
 from .transform import Generation, Transform, register
 
 
@@ -27,14 +24,8 @@ class EMPG(Transform):
     title = "EMPG"
     credit = "Advantages were modulated by entropy, as in EMPG."
     settings = ("empg_k",)
+    ranges = {"empg_k": (GIVE_AT_LEAST_0, "is how much less uncertain completions count")}
     needs_one_turn = True
-
-    @classmethod
-    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        yield (
-            not 0 <= args.empg_k < math.inf,
-            f"empg_k={args.empg_k} is how much less uncertain completions count: give a finite number of at least 0.",
-        )
 
     def apply(self, generation: Generation) -> torch.Tensor:
         scored = generation.is_scored

@@ -13,12 +13,9 @@ For wrong answers the paper's text and its formula disagree. This is the formula
 so that a wrong answer in a new direction is punished less. `lambda` is not given there, and has to be chosen.
 """
 
-import math
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
+from ..settings.ranges import GIVE_AT_LEAST_0
 from .transform import Generation, Transform, register
 
 
@@ -34,30 +31,13 @@ class G2RL(Transform):
     credit = "Rewards were scaled by novelty, as in [G2RL](https://huggingface.co/papers/2512.15687)."
     stage = "rewards"
     settings = ("g2rl_lambda",)
+    _meaning = "is how much novelty scales a reward, for which the paper has no number"
+    ranges = {"g2rl_lambda": (GIVE_AT_LEAST_0, _meaning)}
+    takes_rewards = (1, -1)
     needs_head = True
-
-    @classmethod
-    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        strength = args.g2rl_lambda
-        yield (
-            strength is None or not 0 <= strength < math.inf,
-            f"g2rl_lambda={strength} is how much novelty scales a reward, for which the paper has no number: give a "
-            "finite number of at least 0.",
-        )
-        yield (
-            args.kl_in_reward,
-            "kl_in_reward=True makes rewards of any size, and advantage_transform='g2rl' needs rewards of 1 and -1: "
-            "set kl_in_reward=False, which leaves the divergence in the loss.",
-        )
 
     def apply(self, generation: Generation) -> torch.Tensor:
         rewards = generation.rewards
-        other = rewards[generation.is_scored & (rewards.abs() != 1)]
-        if len(other):
-            raise ValueError(
-                "advantage_transform='g2rl' needs rewards of 1 and -1, and this generation has "
-                f"{other[0].item():.4g}: let reward_funcs return these two, with reward_weights of 1."
-            )
         shaped = rewards.clone()
         for places in generation.places():
             if len(places) > 1:

@@ -13,12 +13,12 @@ a group are the same. `beta` is 1. Rewards are 0 or 1.
 costs a forward pass over the generation.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..settings.ranges import GIVE_ABOVE_0
 from .transform import Generation, Transform, register
 
 
@@ -30,19 +30,13 @@ class PACS(Transform):
     credit = "Advantages were those of [PACS](https://github.com/ritzz-ai/PACS)."
     stage = "normalisation"
     settings = ("pacs_beta",)
+    ranges = {"pacs_beta": (GIVE_ABOVE_0, "multiplies the log-ratios of PACS")}
+    takes_rewards = (0, 1)
     needs_behaviour = True
 
     @classmethod
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        yield (
-            not 0 < args.pacs_beta < math.inf,
-            f"pacs_beta={args.pacs_beta} multiplies the log-ratios of PACS: give a finite number above 0.",
-        )
-        yield (
-            args.kl_in_reward,
-            "kl_in_reward=True makes rewards of any size, and advantage_transform='pacs' needs rewards of 0 and 1: "
-            "set kl_in_reward=False, which leaves the divergence in the loss.",
-        )
+        yield from super().refusals(args)
         yield (
             args.uses_stale_data,
             "advantage_transform='pacs' has advantages that change with every optimizer step, and here completions "
@@ -52,12 +46,6 @@ class PACS(Transform):
 
     def apply(self, generation: Generation) -> torch.Tensor:
         rewards, beta = generation.rewards, self.args.pacs_beta
-        other = rewards[generation.is_scored & (rewards != 0) & (rewards != 1)]
-        if len(other):
-            raise ValueError(
-                "advantage_transform='pacs' needs rewards of 0 and 1, and this generation has "
-                f"{other[0].item():.4g}: let reward_funcs return these two, with reward_weights of 1."
-            )
         advantages, psi = torch.zeros_like(rewards), beta * generation.rollout.log_ratios
         for places in generation.places():
             if len(places) > 1:

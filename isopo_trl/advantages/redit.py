@@ -9,13 +9,13 @@ divided by their deviation (`scale_rewards="group"`, the default), these are as 
 secondary, and have no number for `sigma`.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..settings.ranges import GIVE_AT_LEAST_0
 from .transform import Generation, Transform, register
 
 
@@ -30,6 +30,7 @@ class ReDit(Transform):
     credit = "Noise was added to the rewards, as in [ReDit](https://huggingface.co/papers/2506.18631)."
     stage = "rewards"
     settings = ("redit_noise", "redit_scale")
+    ranges = {"redit_scale": (GIVE_AT_LEAST_0, "is how far noise reaches (uniform), or its deviation (gaussian)")}
 
     def __init__(self, args: Any):
         super().__init__(args)
@@ -41,11 +42,7 @@ class ReDit(Transform):
             args.redit_noise not in NOISES,
             f"redit_noise={args.redit_noise!r} is unknown: choose one of {', '.join(map(repr, NOISES))}.",
         )
-        yield (
-            not 0 <= args.redit_scale < math.inf,
-            f"redit_scale={args.redit_scale} is how far noise reaches (uniform), or its deviation (gaussian): give a "
-            "finite number of at least 0.",
-        )
+        yield from super().refusals(args)
 
     def apply(self, generation: Generation) -> torch.Tensor:
         stream = np.random.default_rng([self.args.seed, self._generations])

@@ -8,13 +8,13 @@ may say `py` or `python`. A turn is what the model wrote before a tool, or nobod
 tools is to a turn what a code block is there.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ..settings.ranges import GIVE_AT_LEAST_0
 from .transform import Generation, Transform, register
 
 
@@ -29,6 +29,8 @@ class SimpleTIR(Transform):
     credit = "Completions with void turns were left out, as in [SimpleTIR](https://github.com/ltzheng/SimpleTIR)."
     stage = "selection"
     settings = ("simpletir_answer", "simpletir_deviation")
+    _meaning = "is the deviation of a group's rewards below which it is dropped"
+    ranges = {"simpletir_deviation": (GIVE_AT_LEAST_0, _meaning)}
 
     @classmethod
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
@@ -37,11 +39,7 @@ class SimpleTIR(Transform):
             f"simpletir_answer={args.simpletir_answer!r} is a regular expression by which an answer is known: give "
             "one that Python's `re` takes, and that is not empty.",
         )
-        yield (
-            not 0 <= args.simpletir_deviation < math.inf,
-            f"simpletir_deviation={args.simpletir_deviation} is the deviation of a group's rewards below which it is "
-            "dropped: give a finite number of at least 0.",
-        )
+        yield from super().refusals(args)
 
     def apply(self, generation: Generation) -> torch.Tensor:
         answer = re.compile(self.args.simpletir_answer)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from ..settings.names import refuse_taken
+from ..settings.ranges import Bound, outside
 
 
 # In this order: rewards are changed, advantages are made of them, these are changed, and some are set to 0
@@ -83,6 +84,8 @@ class Transform(ABC):
             `"normalisation"`: advantages that are made of the rewards in another way than TRL's. `"advantages"`:
             other advantages. `"selection"`: the advantages, with 0 for sequences that are to be left out.
         settings (`tuple[str, ...]`): fields of the configuration that are its own: refused without it.
+        ranges (`dict[str, tuple]`): ranges of some of these, by their names, and what messages say that they are.
+        takes_rewards (`tuple[int, int]`, *optional*): the only two rewards that it takes.
         needs_behaviour (`bool`): whether it asks for [`Rollout.log_ratios`].
         needs_head (`bool`): whether it asks for [`Rollout.sensitivities`].
         needs_one_turn (`bool`): whether it has no meaning for completions in which a tool or environment has written.
@@ -96,6 +99,8 @@ class Transform(ABC):
     credit: ClassVar[str] = ""
     stage: ClassVar[str] = "advantages"
     settings: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[dict[str, tuple[Bound, str]]] = {}
+    takes_rewards: ClassVar[tuple[int, int] | None] = None
     needs_behaviour: ClassVar[bool] = False
     needs_head: ClassVar[bool] = False
     needs_one_turn: ClassVar[bool] = False
@@ -106,7 +111,26 @@ class Transform(ABC):
     @classmethod
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         """Pairs of whether a setting cannot be honoured with this transform, and the message that says so."""
-        yield from ()
+        yield from (outside(args, name, *of) for name, of in cls.ranges.items())
+        yield (
+            cls.takes_rewards is not None and args.kl_in_reward,
+            f"kl_in_reward=True makes rewards of any size, and advantage_transform={cls.name!r} needs rewards of "
+            f"{' and '.join(map(str, cls.takes_rewards or ()))}: set kl_in_reward=False, which leaves the divergence "
+            "in the loss.",
+        )
+
+    def verify_rewards(self, generation: Generation) -> None:
+        """Raise for a reward that it does not take."""
+        if self.takes_rewards is None:
+            return
+        one, two = self.takes_rewards
+        rewards = generation.rewards
+        other = rewards[generation.is_scored & (rewards != one) & (rewards != two)]
+        if len(other):
+            raise ValueError(
+                f"advantage_transform={self.name!r} needs rewards of {one} and {two}, and this generation has "
+                f"{other[0].item():.4g}: let reward_funcs return these two, with reward_weights of 1."
+            )
 
     @abstractmethod
     def apply(self, generation: Generation) -> torch.Tensor:

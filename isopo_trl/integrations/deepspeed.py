@@ -11,11 +11,13 @@ Whoever moves a partition has to make the weights from it anew, as the optimizer
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+
+from ..trl_seam.loans import intercepted
 
 
 _COUNTERS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining")
@@ -58,20 +60,14 @@ def unseen_by_deepspeed(engine: Any, outputs: list[torch.Tensor]) -> Iterator[No
             setattr(module, name, value)
 
 
-@contextmanager
-def before_step(engine: Any, action: Callable[[], None]) -> Iterator[None]:
+def before_step(engine: Any, action: Callable[[], None]) -> AbstractContextManager[None]:
     """Context in which `action` runs before a step of the engine; where it raises, the engine does not step."""
-    step = engine.step
 
-    def acting(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         action()
         return step(*args, **kwargs)
 
-    engine.step = acting
-    try:
-        yield
-    finally:
-        del engine.step
+    return intercepted(engine, "step", stand_in)
 
 
 def refuse_settings(config: dict[str, Any], given: str, has_target: bool) -> None:

@@ -7,11 +7,12 @@ wrapped before, TRL's reference is a copy of the adapter: made from the same con
 out of the base model once more, and the policy itself would be another one.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from peft import PeftModel
+
+from ..trl_seam.loans import borrowed
 
 
 # Beginnings of PEFT's names of such initialisations
@@ -24,21 +25,13 @@ def is_part_of_the_weights(config: Any) -> bool:
     return isinstance(name, str) and name.lower().startswith(_OUT_OF_THE_WEIGHTS)
 
 
-@contextmanager
-def base_weights_kept(model: Any) -> Iterator[None]:
+def base_weights_kept(model: Any) -> AbstractContextManager[None]:
     """
     Context in which a copy of the model's adapter can be made without a change of the base model: the copy begins like
     any LoRA, and is then filled with the values of the first.
     """
     config: Any = model.peft_config.get("default") if isinstance(model, PeftModel) else None
-    if not is_part_of_the_weights(config):
-        yield
-        return
-    name, config.init_lora_weights = config.init_lora_weights, True
-    try:
-        yield
-    finally:
-        config.init_lora_weights = name
+    return borrowed(config, init_lora_weights=True) if is_part_of_the_weights(config) else nullcontext()
 
 
 def freeze_copy(model: Any) -> None:

@@ -26,7 +26,8 @@ so it must notice by itself what they call, share, checkpoint, draw at random an
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +42,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..geometry.sequences import Sequences
 from ..geometry.statistics import Statistics, accumulation_dtype, sequence_sample_statistics
 from ..microbatch import CurrentMicrobatch, Microbatch
-from ..rules.rule import Rule
+from ..trl_seam.loans import borrowed
 from .dora import constant_norms, without_bias
-from .layer import LENT, Inseparable, Layer, Place, layer_backward, put_aside, with_aside
+from .layer import LENT, Inseparable, Layer, Place, exchanged, layer_backward, put_aside, with_aside
 
 
 class AnyModuleLayer(Layer):
@@ -56,6 +57,7 @@ class AnyModuleLayer(Layer):
     """
 
     kind = "any module"
+    way = "per sequence"
 
     def __init__(self, current: CurrentMicrobatch, module: nn.Module, name: str, index: int, places: dict[str, Place]):
         super().__init__(current, module, name, index)
@@ -81,9 +83,6 @@ class AnyModuleLayer(Layer):
                 "under DeepSpeed ZeRO-3 it is not whole when its module is run again in the backward; with FSDP2 it is"
             )
         return True
-
-    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
-        return "per sequence" if any(rule.needs) else "no statistics"
 
     # The group that it is part of has the forward
 
@@ -117,11 +116,8 @@ class SequenceGroup(Layer):
         self.is_verified = False
         self.has_no_rows = False  # of sequences, in its output
 
-    @property
-    def microbatch(self) -> Microbatch | None:
-        if self.current.microbatch is None or not torch.is_grad_enabled():
-            return None
-        return self.current.microbatch if self._trained(self.members) else None
+    def takes_part(self) -> bool:
+        return bool(self._trained(self.members))
 
     def _trained(self, layers: list[Layer]) -> list[tuple[Layer, Place]]:
         """The places of the layers' parameters that are trained now."""
@@ -154,7 +150,7 @@ class SequenceGroup(Layer):
         entered = len(microbatch.entered)
         handed_out = _HandOut.apply(use, len(own), *own, *inputs)
         with (
-            _in_place([place for _, place in taking], handed_out),
+            exchanged([place for _, place in taking], handed_out),
             _lent([layer.module for layer in self.watched], taking, own),
             constant_norms(module),
         ):
@@ -166,7 +162,7 @@ class SequenceGroup(Layer):
             if len(use.outputs) > 1:
                 # Apart from what the module itself goes on to do with this output: that is not the outputs' gradient
                 leaves[i] = leaves[i].clone()
-            leaves[i].register_hook(use.note(i))
+            leaves[i].register_hook(functools.partial(use.note, i))
         return pytree.tree_unflatten(leaves, form)
 
     def _with_rows(self, output: Any, shape: tuple[int, int]) -> Any:
@@ -304,13 +300,9 @@ class _Use:
     outputs: list[int] = field(default_factory=list)  # which leaves of the output have a gradient
     cotangents: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def note(self, i: int) -> Callable[[torch.Tensor], None]:
-        """A hook that keeps the gradient of output `i`."""
-
-        def keep(gradient: torch.Tensor) -> None:
-            self.cotangents[i] = gradient
-
-        return keep
+    def note(self, i: int, gradient: torch.Tensor) -> None:
+        """Keep the gradient of output `i`."""
+        self.cotangents[i] = gradient
 
 
 def _backward_of_term(ctx: Any, *totals: torch.Tensor | None) -> None:
@@ -361,7 +353,7 @@ class _Again:
             _paused(group.current),
             torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False),
             _random_state(use.random, device),
-            _in_place(places, self.parameters),
+            exchanged(places, self.parameters),
         ):
             output = group._with_rows(group.own_forward(group.module)(*args, **kwargs), use.microbatch.shape)
             outputs, _ = pytree.tree_flatten(output)
@@ -430,19 +422,6 @@ def _rows(gradient: torch.Tensor, shape: tuple[int, int], sequences: Sequences) 
 
 
 @contextlib.contextmanager
-def _in_place(places: list[Place], values: Any) -> Iterator[None]:
-    """Other tensors in place of parameters."""
-    own = [holder._parameters[name] for holder, name in places]
-    try:
-        for (holder, name), value in zip(places, values, strict=True):
-            holder._parameters[name] = value
-        yield
-    finally:
-        for (holder, name), value in zip(places, own, strict=True):
-            holder._parameters[name] = value
-
-
-@contextlib.contextmanager
 def _lent(modules: list[nn.Module], taking: list[tuple[Layer, Place]], own: list[Any]) -> Iterator[None]:
     """Tell the modules which of their parameters have views in their place, for their layers to find their own."""
     try:
@@ -455,14 +434,9 @@ def _lent(modules: list[nn.Module], taking: list[tuple[Layer, Place]], own: list
             module.__dict__.pop(LENT, None)
 
 
-@contextlib.contextmanager
-def _paused(current: CurrentMicrobatch) -> Iterator[None]:
-    """No microbatch for the layers inside: they run as they are."""
-    microbatch, current.microbatch = current.microbatch, None
-    try:
-        yield
-    finally:
-        current.microbatch = microbatch
+def _paused(current: CurrentMicrobatch) -> contextlib.AbstractContextManager[None]:
+    """Context without a microbatch for the layers inside: they run as they are."""
+    return borrowed(current, microbatch=None)
 
 
 def _conditions(parameter: torch.Tensor) -> tuple[tuple[str, torch.dtype, bool], list[torch.Tensor]]:

@@ -9,27 +9,21 @@ reach it past its own layer, and no rule would see it. Without the base layer's 
 itself, without the bias.
 """
 
-import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 
+from ..trl_seam.loans import intercepted
 
-@contextlib.contextmanager
-def constant_norms(module: nn.Module) -> Iterator[None]:
-    """In here, DoRA's module computes the product of its factors without a gradient; any other is left alone."""
-    if not isinstance(module, DoraLinearLayer) or "get_lora_weight" in module.__dict__:
-        yield
-        return
-    module.__dict__["get_lora_weight"] = functools.partial(_product, module)
-    try:
-        yield
-    finally:
-        del module.__dict__["get_lora_weight"]
+
+def constant_norms(module: nn.Module) -> AbstractContextManager[None]:
+    """Context in which DoRA's module computes the product of its factors without a gradient; no other changes."""
+    is_dora = isinstance(module, DoraLinearLayer)
+    return intercepted(module, "get_lora_weight", _without_gradient) if is_dora else nullcontext()
 
 
 def without_bias(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -46,5 +40,5 @@ def without_bias(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _product(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return type(module).get_lora_weight(module, *args, **kwargs)
+def _without_gradient(product: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return product(*args, **kwargs)

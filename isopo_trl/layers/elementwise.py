@@ -15,8 +15,17 @@ from torch import nn
 from ..geometry.statistics import accumulation_dtype, elementwise_statistics
 from ..kernels import elementwise as kernel
 from ..microbatch import Microbatch
-from ..rules.rule import Rule
-from .layer import PROBE_ERRORS, Layer, Unsupported, full_shape, has_own_forward, layer_backward, put_aside, with_aside
+from .layer import (
+    PROBE_ERRORS,
+    Layer,
+    Unsupported,
+    exchanged,
+    full_shape,
+    has_own_forward,
+    layer_backward,
+    put_aside,
+    with_aside,
+)
 
 
 def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dtype: torch.dtype) -> torch.Tensor:
@@ -38,13 +47,12 @@ def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dt
 class VectorLayer(Layer):
     """A layer whose per-sequence gradients are vectors, so small that they are always formed."""
 
+    way = "whole"
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._axes: dict[int, tuple[int, ...]] = {}  # where positions were found, by number of dimensions
         self._last: tuple = ()  # shapes of an input and its microbatch where there was no doubt, and where they were
-
-    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
-        return "whole" if any(rule.needs) else "no statistics"
 
     def axes(self, x: torch.Tensor, microbatch: Microbatch) -> tuple[int, ...]:
         """The dimensions of `x` that count sequences and positions; where in doubt, as when there was none."""
@@ -76,16 +84,12 @@ class ElementwiseLayer(VectorLayer):
         return True
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        names = self.parameters
-        own = {name: module._parameters[name] for name in names}
+        own = [module._parameters[name] for name in self.parameters]
         axes = self.axes(x, microbatch)
-        microbatch.note_parameters(self.index, *own.values())
-        handed_out = _HandOut.apply(axes, x.dim(), self, microbatch, *own.values())
-        try:
-            module._parameters.update(zip(names, handed_out, strict=True))
+        microbatch.note_parameters(self.index, *own)
+        handed_out = _HandOut.apply(axes, x.dim(), self, microbatch, *own)
+        with exchanged([(module, name) for name in self.parameters], handed_out):
             return type(module).forward(module, x, *args, **kwargs)
-        finally:
-            module._parameters.update(own)
 
 
 def _backward_of_term(ctx: Any, *gradients: torch.Tensor) -> None:
@@ -150,11 +154,10 @@ def _is_elementwise(module: nn.Module, trainable: dict[str, nn.Parameter], size:
         name: torch.linspace(0.5 + k, 1.5 + k, 6 * size, device=device, dtype=dtype).view(2, 3, size)
         for k, name in enumerate(trainable)
     }
-    own = {name: module._parameters[name] for name in trainable}
 
     def run(b, t):
-        module._parameters.update({name: value[b, t] for name, value in values.items()})  # type: ignore[misc]
-        return type(module).forward(module, x[b, t] if isinstance(t, slice) else x[b : b + 1, t : t + 1])
+        with exchanged([(module, name) for name in values], [value[b, t] for value in values.values()]):
+            return type(module).forward(module, x[b, t] if isinstance(t, slice) else x[b : b + 1, t : t + 1])
 
     try:
         with torch.no_grad():
@@ -162,6 +165,4 @@ def _is_elementwise(module: nn.Module, trainable: dict[str, nn.Parameter], size:
             alone = torch.stack([run(b, t).reshape(-1) for b in range(2) for t in range(3)]).view(2, 3, -1)
     except PROBE_ERRORS:
         return False  # a kernel that insists on a vector, or a module that is not called with one tensor
-    finally:
-        module._parameters.update(own)
     return together.shape == x.shape and torch.allclose(together, alone, rtol=1e-3, atol=1e-5)

@@ -7,12 +7,13 @@ from torch import nn
 
 from ..geometry.statistics import OneHotInputs, ghost_statistics
 from ..microbatch import Microbatch
-from ..rules.rule import Rule
+from ..trl_seam.loans import borrowed
 from .layer import (
     PROBE_ERRORS,
     Inseparable,
     Layer,
     Unsupported,
+    exchanged,
     has_own_forward,
     layer_backward,
     put_aside,
@@ -24,6 +25,7 @@ class EmbeddingLayer(Layer):
     """A linear layer whose input is one-hot: `a_i . a_j = [id_i = id_j]`."""
 
     kind = "embedding"
+    way = "ghost"
 
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
@@ -45,9 +47,6 @@ class EmbeddingLayer(Layer):
         scale = getattr(module, "embed_scale", None)
         return output if scale is None else output * _as(scale, output)
 
-    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
-        return "ghost" if any(rule.needs) else "no statistics"
-
 
 def _as(scale: Any, output: torch.Tensor) -> Any:
     return scale.to(output.dtype) if isinstance(scale, torch.Tensor) else scale
@@ -63,15 +62,11 @@ def _looks_up_and_scales(module: nn.Embedding) -> bool:
         return False
     table = torch.linspace(-1, 1, 12, device=device, dtype=module.weight.dtype).view(4, 3)
     ids = torch.tensor([[3, 1, 2]], device=device)
-    own, padding = module._parameters["weight"], module.padding_idx
-    module._parameters["weight"], module.padding_idx = table, None  # type: ignore[assignment]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), exchanged([(module, "weight")], [table]), borrowed(module, padding_idx=None):
             output = type(module).forward(module, ids)
     except PROBE_ERRORS:
         return False  # not called with token ids, or not with them alone
-    finally:
-        module._parameters["weight"], module.padding_idx = own, padding
     return torch.equal(output, table[ids] * _as(getattr(module, "embed_scale", 1.0), table))
 
 

@@ -25,10 +25,10 @@ from ..geometry.routing import Routing, routed_statistics
 from ..geometry.sequences import SampleRows, Sequences
 from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
-from ..rules.rule import Rule
 from .layer import (
     PROBE_ERRORS,
     Layer,
+    Part,
     Unsupported,
     autocast,
     full_shape,
@@ -75,7 +75,7 @@ def _implementation(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
-class ExpertStack(Layer):
+class ExpertStack(Part):
     """
     One stack of matrices, with its stack of biases where it has one: as many layers as there are experts.
 
@@ -88,10 +88,10 @@ class ExpertStack(Layer):
     """
 
     kind = "experts"
+    way = "ghost"
 
     def __init__(self, forward_of: "ExpertsForward", module: nn.Module, name: str, index: int, parameters: list[str]):
-        super().__init__(forward_of.current, module, name, index)
-        self.forward_of = forward_of
+        super().__init__(forward_of, module, name, index)
         self.parameters = parameters
 
     @property
@@ -101,15 +101,6 @@ class ExpertStack(Layer):
 
     def entry_names(self) -> list[str]:
         return [f"{self.name}.{self.parameters[0]}[{e}]" for e in range(len(self.indices))]
-
-    def attach(self) -> None:
-        self.forward_of.attach()
-
-    def detach(self) -> None:
-        self.forward_of.detach()
-
-    def strategy(self, sequences: int, length: int, samples: int, rule: Rule) -> str:
-        return "ghost" if any(rule.needs) else "no statistics"
 
 
 @dataclass
@@ -153,13 +144,9 @@ class ExpertsForward(Layer):
         setattr(adapter, factor.side, stack)
         return stack
 
-    @property
-    def microbatch(self) -> Microbatch | None:
-        microbatch = self.current.microbatch
-        if microbatch is None or not torch.is_grad_enabled():
-            return None
-        takes_part = self.active_adapters() or any(p.requires_grad for p in self.module.parameters(recurse=False))
-        return microbatch if takes_part else None
+    def takes_part(self) -> bool:
+        adapters = self.active_adapters()
+        return bool(adapters) or any(p.requires_grad for p in self.module.parameters(recurse=False))
 
     def active_adapters(self) -> dict[str, Adapter]:
         """The adapters that PEFT has put on the module for the call under way."""

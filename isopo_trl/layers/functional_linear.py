@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import PROBE_ERRORS, Layer, autocast, full_shape, has_own_forward
+from .layer import PROBE_ERRORS, Layer, Part, autocast, exchanged, full_shape, has_own_forward
 from .linear import LinearLayer, _Linear
 from .parameter_lora import Factor, verify_active
 
@@ -44,18 +44,8 @@ class FunctionalLinearLayer(LinearLayer):
         return output
 
 
-class LinearFactor(LinearLayer):
-    """A factor of LoRA on the weight of such a module; it is never called, the module's forward works for it."""
-
-    def __init__(self, forward_of: "FunctionalLoRA", module: nn.Module, name: str, index: int):
-        super().__init__(forward_of.current, module, name, index)
-        self.forward_of = forward_of
-
-    def attach(self) -> None:
-        self.forward_of.attach()
-
-    def detach(self) -> None:
-        self.forward_of.detach()
+class LinearFactor(Part, LinearLayer):
+    """A factor of LoRA on the weight of such a module."""
 
 
 class FunctionalLoRA(Layer):
@@ -73,10 +63,8 @@ class FunctionalLoRA(Layer):
         self.factors[factor.side] = LinearFactor(self, factor.module, name, index)
         return self.factors[factor.side]
 
-    @property
-    def microbatch(self) -> Microbatch | None:
-        on = "weight" in getattr(self.module, "parametrizations", {})
-        return self.current.microbatch if on and torch.is_grad_enabled() else None
+    def takes_part(self) -> bool:
+        return "weight" in getattr(self.module, "parametrizations", {})
 
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         verify_active(self.wrapper, self.adapter, self.name)
@@ -169,15 +157,14 @@ def calls_linear_once(module: Any) -> bool:
     def constant(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight.detach(), None if bias is None else bias.detach())
 
+    others = [p.detach().requires_grad_() for p in own.values()]
+    devices = [weight.device] if weight.device.type == "cuda" else []
     try:
-        module._parameters.update({name: p.detach().requires_grad_() for name, p in own.items()})
-        devices = [weight.device] if weight.device.type == "cuda" else []
         # Some routers draw random numbers
-        with torch.random.fork_rng(devices), torch.enable_grad(), LinearCalls(module.weight, constant) as calls:
-            output = type(module).forward(module, x, *corrections)
+        with torch.random.fork_rng(devices), torch.enable_grad(), exchanged([(module, name) for name in own], others):
+            with LinearCalls(module.weight, constant) as calls:
+                output = type(module).forward(module, x, *corrections)
     except PROBE_ERRORS:
         return False  # not called with one tensor of positions
-    finally:
-        module._parameters.update(own)
     tensors = [y for y in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(y, torch.Tensor)]
     return calls.number == 1 and not any(y.requires_grad for y in tensors)

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,8 @@ class Layer:
     kind: ClassVar[str]
     # Whether its forward takes what the module is called with, whatever it is; else the input, and what follows it
     takes_anything: ClassVar[bool] = False
+    # How its statistics are computed, for the coverage table
+    way: ClassVar[str] = "its own"
     # Whether its parameters are those of layers inside of its module as well, so that it need not be reached
     is_alias: bool = False
 
@@ -81,7 +83,7 @@ class Layer:
         How the statistics are computed for a microbatch of this size: `"ghost"`, `"whole"` or `"blocks"` (see
         [`~geometry.cost.choose_strategy`]), or `"no statistics"` where the rule needs none. For the coverage table.
         """
-        return "its own" if any(rule.needs) else "no statistics"
+        return self.way if any(rule.needs) else "no statistics"
 
     @property
     def places(self) -> list[Place]:
@@ -100,15 +102,17 @@ class Layer:
 
     @property
     def microbatch(self) -> Microbatch | None:
-        """The microbatch under way, if the module's parameters take part in it."""
+        """The microbatch under way, if the layer takes part in it."""
         microbatch = self.current.microbatch
-        if microbatch is None or not torch.is_grad_enabled():
-            return None
+        return None if microbatch is None or not torch.is_grad_enabled() or not self.takes_part() else microbatch
+
+    def takes_part(self) -> bool:
+        """Whether its forward is to be in place of the module's at present: where a parameter is trained."""
         # Read through the module: FSDP and PEFT swap parameters after the layer was planned
         for p in self.module._parameters.values():
             if p is not None and p.requires_grad:
-                return microbatch
-        return None
+                return True
+        return False
 
     def attach(self) -> None:
         if has_own_forward(self.module) and "_isopo_layer" not in self.module.__dict__:  # stacks share a forward
@@ -147,9 +151,41 @@ class Shortcut(Layer):
     def entered(self) -> list[int]:
         return []
 
-    @property
-    def microbatch(self) -> Microbatch | None:
-        return self.current.microbatch if torch.is_grad_enabled() else None
+    def takes_part(self) -> bool:
+        return True
+
+
+class Part(Layer):
+    """
+    A layer whose module is never called: the forward of another module works for it.
+
+    Args:
+        forward_of ([`Layer`]): the layer that has that forward.
+        module, name, index: see [`Layer`].
+    """
+
+    def __init__(self, forward_of: Layer, module: nn.Module, name: str, index: int):
+        super().__init__(forward_of.current, module, name, index)
+        self.forward_of = forward_of
+
+    def attach(self) -> None:
+        self.forward_of.attach()
+
+    def detach(self) -> None:
+        self.forward_of.detach()
+
+
+@contextlib.contextmanager
+def exchanged(places: list[Place], values: Iterable[Any]) -> Iterator[None]:
+    """Context with other tensors in place of parameters."""
+    own = [holder._parameters[name] for holder, name in places]
+    try:
+        for (holder, name), value in zip(places, values, strict=True):
+            holder._parameters[name] = value
+        yield
+    finally:
+        for (holder, name), value in zip(places, own, strict=True):
+            holder._parameters[name] = value
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,16 +44,10 @@ class LoRALinear(Layer):
     def modules(self) -> list[nn.Module]:
         return [self.module, self.A.module, self.B.module]
 
-    @property
-    def microbatch(self) -> Microbatch | None:
-        microbatch = self.current.microbatch
-        if microbatch is None or not torch.is_grad_enabled() or not self._is_one_function():
-            return None
-        A, B = self.A.module, self.B.module
-        if not (parameter_of(A, "weight").requires_grad and parameter_of(B, "weight").requires_grad):
-            return None
+    def takes_part(self) -> bool:
         base: Any = self.module._modules["base_layer"]
-        return None if parameter_of(base, "weight").requires_grad else microbatch
+        A, B, weight = (parameter_of(module, "weight") for module in (self.A.module, self.B.module, base))
+        return self._is_one_function() and A.requires_grad and B.requires_grad and not weight.requires_grad
 
     def _is_one_function(self) -> bool:
         """Whether there is nothing but the base layer and the one adapter, at present."""

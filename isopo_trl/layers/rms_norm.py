@@ -17,6 +17,7 @@ from .layer import (
     Layer,
     LayerFunction,
     Shortcut,
+    exchanged,
     full_shape,
     has_own_forward,
     layer_backward,
@@ -191,9 +192,5 @@ def flavour_of(module: nn.Module) -> Flavour | None:
 
 
 def _output(module: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    own = module._parameters["weight"]
-    try:
-        module._parameters["weight"] = weight
+    with exchanged([(module, "weight")], [weight]):
         return type(module).forward(module, x)
-    finally:
-        module._parameters["weight"] = own

@@ -4,7 +4,7 @@ which computes them and keeps none, and the policy that a batch was drawn by.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, TemperatureLogitsWarper
 from transformers.generation import GenerationMode
 
 from ..trl_seam.batch import Batch
+from ..trl_seam.loans import intercepted
 
 
 class Recorder(LogitsProcessor):
@@ -68,10 +69,8 @@ def noting_logps(model: Any) -> Iterator[list[Recorder]]:
     by token (beam search and the like do not).
     """
     recorders: list[Recorder] = []
-    own = getattr(model, "_get_logits_processor", None)
 
-    def with_recorder(generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-        assert own is not None
+    def with_recorder(own: Callable[..., Any], generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         processors = own(generation_config, *args, **kwargs)
         mode = generation_config.get_generation_mode()
         if mode in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH):
@@ -79,17 +78,9 @@ def noting_logps(model: Any) -> Iterator[list[Recorder]]:
             processors.append(recorders[-1])
         return processors
 
-    if own is None:  # a model with a generation of its own
+    is_usual = hasattr(model, "_get_logits_processor")  # not a model with a generation of its own
+    with intercepted(model, "_get_logits_processor", with_recorder) if is_usual else nullcontext():
         yield recorders
-        return
-    replaced = model.__dict__.get("_get_logits_processor")
-    model._get_logits_processor = with_recorder
-    try:
-        yield recorders
-    finally:
-        del model._get_logits_processor
-        if replaced is not None:
-            model._get_logits_processor = replaced
 
 
 class Turns:

@@ -39,24 +39,19 @@ def verified(function: Any, name: str, seen: Seen = lambda values, name: None) -
     """
     if isinstance(function, nn.Module):  # TRL calls it in its own way
         return function
-    if is_async_callable(function):
 
-        async def asynchronous(**kwargs: Any) -> list[float | None]:
-            values = rewards(await function(**kwargs), name)
-            seen(values, name)
-            return values
-
-        return asynchronous
-    return _synchronous(function, name, seen)
-
-
-def _synchronous(function: Callable[..., Any], name: str, seen: Seen) -> Callable[..., list[float | None]]:
-    def synchronous(**kwargs: Any) -> list[float | None]:
-        values = rewards(function(**kwargs), name)
+    def shown_to_seen(returned: Any) -> list[float | None]:
+        values = rewards(returned, name)
         seen(values, name)
         return values
 
-    return synchronous
+    async def asynchronous(**kwargs: Any) -> list[float | None]:
+        return shown_to_seen(await function(**kwargs))
+
+    def synchronous(**kwargs: Any) -> list[float | None]:
+        return shown_to_seen(function(**kwargs))
+
+    return asynchronous if is_async_callable(function) else synchronous
 
 
 def rewards(returned: Any, name: str) -> list[float | None]:

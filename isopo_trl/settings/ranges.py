@@ -1,6 +1,6 @@
 """
-Ranges of GRPO's own settings. Outside of them TRL divides by zero, trains with NaN, or fails in the first step with an
-error that does not name the setting: hence a line for each.
+Ranges of settings. Outside of those of GRPO's own, TRL divides by zero, trains with NaN, or fails in the first step
+with an error that does not name the setting: hence a line for each.
 """
 
 import math
@@ -53,6 +53,18 @@ CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
+
+
+# What is to be given for a setting of a method's own, which is refused by [`outside`]
+GIVE_AT_LEAST_0: Bound = (NOT_NEGATIVE[0], "a finite number of at least 0")
+GIVE_ABOVE_0: Bound = (POSITIVE[0], "a finite number above 0")
+GIVE_BELOW_1: Bound = (lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def outside(settings: Any, name: str, bound: Bound, meaning: str) -> tuple[bool, str]:
+    """Whether a setting is out of range, and the message for that, which begins with what the setting means."""
+    value, (holds, expected) = getattr(settings, name), bound
+    return value is None or not holds(value), f"{name}={value} {meaning}: give {expected}."
 
 
 def verify_ranges(settings: Mapping[str, Any]) -> None:

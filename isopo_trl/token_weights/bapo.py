@@ -13,13 +13,10 @@ in its README. The paper has another search: terms are weighed by `q`, the upper
 so far, on all ranks; in that code over those of one microbatch of each.
 """
 
-import math
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
 from ..geometry.statistics import scalar_dtype
+from ..settings.ranges import GIVE_AT_LEAST_0
 from .gates import advantage_of_tokens, gate
 from .weighting import Tokens, Weighted, Weighting, register
 
@@ -36,15 +33,8 @@ class BAPO(Weighting):
     title = "BAPO"
     credit = "Tokens were weighted by [BAPO](https://huggingface.co/papers/2510.18927)."
     settings = kept_on_resume = ("bapo_target",)
-
-    @classmethod
-    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        yield (
-            not 0 <= args.bapo_target < math.inf,
-            f"bapo_target={args.bapo_target} is what tokens with a positive advantage are to weigh beside those "
-            "with a negative one: give a finite number of at least 0.",
-        )
-        yield from super().refusals(args)
+    _meaning = "is what tokens with a positive advantage are to weigh beside those with a negative one"
+    ranges = {"bapo_target": (GIVE_AT_LEAST_0, _meaning)}
 
     def weigh(self, tokens: Tokens) -> Weighted:
         advantages, ratio = advantage_of_tokens(tokens), tokens.log_ratio.detach().exp()

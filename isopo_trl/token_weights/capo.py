@@ -19,13 +19,10 @@ takes the `top_k` most likely tokens for the vocabulary, which is whole here, as
 formulas, and its clipping of `r`, are not part of this.
 """
 
-import math
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
 from ..geometry.statistics import scalar_dtype
+from ..settings.ranges import GIVE_ABOVE_0
 from ..trl_seam.head import HeadFigures
 from .gates import Gated, advantage_of_tokens
 from .weighting import Tokens, register
@@ -38,18 +35,11 @@ class CAPO(Gated):
     title = "CAPO"
     credit = "Tokens were weighted by [CAPO](https://huggingface.co/papers/2510.00819), in its form for SGD."
     settings = kept_on_resume = ("capo_tau_h", "capo_tau_f")
+    ranges = {
+        "capo_tau_h": (GIVE_ABOVE_0, "is the change of the objective from which on a token is gated"),
+        "capo_tau_f": (GIVE_ABOVE_0, "is the change of the policy from which on a token is gated"),
+    }
     of_plain_steps = True
-
-    @classmethod
-    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        for name, what in (("capo_tau_h", "objective"), ("capo_tau_f", "policy")):
-            tau = getattr(args, name)
-            yield (
-                not 0 < tau < math.inf,
-                f"{name}={tau} is the change of the {what} from which on a token is gated: give a finite number above "
-                "0.",
-            )
-        yield from super().refusals(args)
 
     def gated(self, tokens: Tokens) -> torch.Tensor:
         advantages = advantage_of_tokens(tokens)

@@ -23,17 +23,17 @@ class DPPO(Gated):
     title = "DPPO"
     credit = "Tokens were weighted by [DPPO](https://huggingface.co/papers/2602.04879)."
     settings = kept_on_resume = ("dppo_delta", "dppo_cap")
+    ranges = {"dppo_cap": ((lambda x: x > 0, "a number above 0"), "is the largest weight that a token can have")}
     default_delta: ClassVar[float]
 
     @classmethod
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        delta, cap = args.dppo_delta, args.dppo_cap
+        delta = args.dppo_delta
         yield (
             delta is not None and not delta >= 0,
             f"dppo_delta={delta} is the distance of a token's two probabilities beyond which it is gated: give a "
             f"number of at least 0, or None for {cls.default_delta}.",
         )
-        yield not cap > 0, f"dppo_cap={cap} is the largest weight that a token can have: give a number above 0."
         yield from super().refusals(args)
 
     def gated(self, tokens: Tokens) -> torch.Tensor:

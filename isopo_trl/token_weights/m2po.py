@@ -8,12 +8,12 @@ The mean is over the harmful tokens of the optimizer step's microbatches so far,
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ..geometry.statistics import scalar_dtype
+from ..settings.ranges import GIVE_AT_LEAST_0
 from .gates import Gated, advantage_of_tokens
 from .weighting import Ranks, Tokens, register
 
@@ -26,20 +26,12 @@ class M2PO(Gated):
     credit = "Tokens were weighted by [M2PO](https://huggingface.co/papers/2510.01161)."
     looks_across_sequences = True
     settings = kept_on_resume = ("m2po_budget",)
+    ranges = {"m2po_budget": (GIVE_AT_LEAST_0, "is the mean of (log r)^2 that harmful tokens may have")}
 
     def __init__(self, args: Any, ranks: Ranks | None = None):
         super().__init__(args, ranks)
         # (log r)^2 of the step's harmful tokens so far, on all ranks
         self._seen: torch.Tensor | None = None
-
-    @classmethod
-    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        yield (
-            not 0 <= args.m2po_budget < math.inf,
-            f"m2po_budget={args.m2po_budget} is the mean of (log r)^2 that harmful tokens may have: give a finite "
-            "number of at least 0.",
-        )
-        yield from super().refusals(args)
 
     def gated(self, tokens: Tokens) -> torch.Tensor:
         advantages, z = advantage_of_tokens(tokens), tokens.log_ratio.detach()

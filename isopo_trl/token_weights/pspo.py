@@ -4,9 +4,7 @@ drew the tokens, `r' = (1 - alpha) r + alpha`, and nothing is clipped. Its gradi
 `1 - alpha` on fresh data. `alpha` is 0.1, as in the authors' code.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
+from ..settings.ranges import GIVE_BELOW_1
 from .weighting import Tokens, Weighted, Weighting, register
 
 
@@ -18,15 +16,7 @@ class PSPO(Weighting):
     credit = "Tokens were weighted by [PSPO](https://github.com/MCDwyer/GR-PSPO)."
     looks_across_sequences = False
     settings = kept_on_resume = ("pspo_alpha",)
-
-    @classmethod
-    def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
-        yield (
-            not 0 <= args.pspo_alpha < 1,
-            f"pspo_alpha={args.pspo_alpha} is the behaviour policy's share of the smoothed policy: give a number from "
-            "0 to below 1.",
-        )
-        yield from super().refusals(args)
+    ranges = {"pspo_alpha": (GIVE_BELOW_1, "is the behaviour policy's share of the smoothed policy")}
 
     def weigh(self, tokens: Tokens) -> Weighted:
         return Weighted(weights=(1 - self.args.pspo_alpha) * tokens.log_ratio.detach().exp())

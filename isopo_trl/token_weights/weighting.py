@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from ..settings.names import refuse_taken
+from ..settings.ranges import Bound, outside
 from ..trl_seam.head import HeadFigures
 from .ratios import batch_figures, log_ratios, ratio_sums
 
@@ -128,6 +129,7 @@ class Weighting(ABC):
         title (`str`): what messages call it.
         credit (`str`): a sentence for the model card.
         settings (`tuple[str, ...]`): fields of the configuration that are its own: refused with another weighting.
+        ranges (`dict[str, tuple]`): ranges of some of these, by their names, and what messages say that they are.
         kept_on_resume (`tuple[str, ...]`): those among its settings that change the size of tokens' gradients, and so
             what a checkpoint's running means are of: it is not resumed with others.
         defaults (`dict[str, float]`): settings of GRPO that mean something under this weighting, and what they are
@@ -149,6 +151,7 @@ class Weighting(ABC):
     title: ClassVar[str] = ""
     credit: ClassVar[str] = ""
     settings: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[dict[str, tuple[Bound, str]]] = {}
     kept_on_resume: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[dict[str, float]] = {}
     needs_behaviour: ClassVar[bool] = True
@@ -168,6 +171,7 @@ class Weighting(ABC):
     @classmethod
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         """Pairs of whether a setting cannot be honoured with this weighting, and the message that says so."""
+        yield from (outside(args, name, *of) for name, of in cls.ranges.items())
         yield (
             args.importance_sampling_level != "token",
             f"importance_sampling_level={args.importance_sampling_level!r} averages ratios over a sequence, but "

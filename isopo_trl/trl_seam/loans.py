@@ -1,4 +1,4 @@
-"""Settings and methods of TRL's that are borrowed for the length of a call."""
+"""Attributes and methods of objects that others own, TRL's above all, borrowed for the length of a call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def borrowed(owner: Any, **settings: Any) -> Iterator[None]:
-    """Context in which attributes of `owner` (the trainer, or its `args`) have other values."""
+    """Context in which attributes of `owner` (TRL's trainer, its `args`, or another object) have other values."""
     own = {name: getattr(owner, name) for name in settings}
     try:
         for name, value in settings.items():
@@ -19,16 +19,16 @@ def borrowed(owner: Any, **settings: Any) -> Iterator[None]:
 
 
 @contextmanager
-def intercepted(trainer: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Context in which TRL's calls of a method go to `stand_in`, whose first argument is the method as it was."""
-    method, before = getattr(trainer, name), trainer.__dict__.get(name)
-    setattr(trainer, name, lambda *args, **kwargs: stand_in(method, *args, **kwargs))
+def intercepted(owner: Any, name: str, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """Context in which calls of a method of `owner` go to `stand_in`, whose first argument is the method as it was."""
+    method, before = getattr(owner, name), owner.__dict__.get(name)
+    setattr(owner, name, lambda *args, **kwargs: stand_in(method, *args, **kwargs))
     try:
         yield
     finally:
-        delattr(trainer, name)
+        delattr(owner, name)
         if before is not None:
-            setattr(trainer, name, before)
+            setattr(owner, name, before)
 
 
 @contextmanager

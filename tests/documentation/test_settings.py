@@ -32,17 +32,20 @@ def first_sentence(member):
 
 
 def of_setting(field, annotation):
-    """Values, default and meaning of a setting, by its help: `Meaning: 'value' (...) or 'value'. If `None`, ...`."""
+    """
+    Values, default and meaning of a setting, by its help: `Meaning: "value" or "value". If `None`, ...`, or with a
+    list, `Possible values are: - "value": ...`.
+    """
     text = field.metadata["help"]
-    meaning, _, named = re.match(SENTENCE, text)[0].partition(": '")
-    values = re.findall(r"'(\w+)'", f"'{named}") if named else []
+    meaning, _, named = re.match(SENTENCE, text)[0].partition(': `"')
+    listed = re.findall(r' - ((?:`"\w+"`(?:, )?)+):', text)
+    values = re.findall(r'"(\w+)"', f'"{named}' if named else " ".join(listed))
     kind = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     types = [name for name in kind.split(" | ") if name != "None" and not (name == "str" and values)]
     shown = ", ".join([*(f"`{name}`" for name in types), *(f'`"{value}"`' for value in values)])
-    otherwise = re.search(r"If `None`, (.+?)\.(?: |$)", text)
+    otherwise = re.search(r"If `None`, (.+?)[.;](?: |$)", text)
     default = f'`"{field.default}"`' if isinstance(field.default, str) else f"`{field.default}`"
-    cells = [shown, f"{default}: {otherwise[1]}" if otherwise else default, meaning.removesuffix(".")]
-    return [re.sub(r"(?<![\w=])'(\w+)'", r'`"\1"`', cell) for cell in cells]
+    return [shown, f"{default}: {otherwise[1]}" if otherwise else default, meaning.removesuffix(".")]
 
 
 def code():
