@@ -175,14 +175,6 @@ def test_a_run_that_would_end_too_late_is_given_up_and_the_others_end(scheduled,
     assert started == names[:3] and left == ["paced-10.0.json", "paced-10.json"]
 
 
-def test_runs_that_share_a_machine_become_faster_as_others_end():
-    from scheduling import shared_seconds
-
-    assert shared_seconds([]) == []
-    assert shared_seconds([40.0, 10.0]) == pytest.approx([25.0, 10.0])
-    assert shared_seconds([9.0, 3.0, 6.0]) == pytest.approx([6.0, 3.0, 5.0])
-
-
 def test_the_multi_process_service_is_started_and_ended(tmp_path, monkeypatch):
     """A program of the same name stands in for NVIDIA's, which needs a GPU."""
     from scheduling import multi_process_service
