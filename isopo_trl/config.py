@@ -252,8 +252,8 @@ class ISOPOConfig(GRPOConfig):
             it was computed from: `"auto"` or a number. The learning rate is then found while training: `learning_rate`
             is where the search starts, and a schedule multiplies the target instead. A step that goes too far is
             shortened before anything else happens. `"auto"` is 0.05 nats per completion, divided by the mean length of
-            completions, and 0.25 for SGD without momentum, whose steps do not add up. If `None`, the learning rate is
-            what it is; but `optim="sgd"` has `"auto"` where no learning rate is given either.
+            completions, and 0.25 for SGD without momentum, whose steps add up with `"spring"` alone. If `None`, the
+            learning rate is what it is; but `optim="sgd"` has `"auto"` where no learning rate is given either.
         log_step_kl (`bool`, *optional*, defaults to `False`):
             Whether to measure the KL divergence of each step, and log it as `step/kl`, where it has no target.
         step_kl_share (`float`, *optional*, defaults to `0.03125`):

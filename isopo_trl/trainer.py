@@ -38,6 +38,7 @@ from .narrow_weights.lost_steps import LostSteps
 from .rewards import functions as reward_functions
 from .rewards.kl_to_reference import KLReward
 from .rewards.missing import MissingRewards
+from .rules.direction import LastStep
 from .step_size import advice, optimizers
 from .step_size.control import StepControl
 from .step_size.controller import StepSize
@@ -273,6 +274,7 @@ class ISOPOTrainer(GRPOTrainer):
             BehaviourBound(args.behaviour_kl, Progress(self), self.accelerator) if args.bounds_drift else None,
             self.accelerator,
             is_auto=is_auto,
+            goes_on=isinstance(self.isopo.rule.direction(), LastStep),
             log=lambda figures: self._log({f"step/{name}": value for name, value in figures.items()}),
             offload=args.target_kl_offload,
             engine=(lambda: self.model_wrapped) if self.is_deepspeed_enabled else None,

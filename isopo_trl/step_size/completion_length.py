@@ -13,11 +13,12 @@ AUTO_PLAIN = 0.25
 DECAY = 0.9
 
 
-def automatic(optimizer: Any) -> float:
-    """What `target_kl="auto"` is with an optimizer, in nats per completion."""
+def automatic(optimizer: Any, *, goes_on: bool = False) -> float:
+    """What `target_kl="auto"` is with an optimizer, in nats per completion; `goes_on`: a rule adds steps up."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of DeepSpeed's
     is_sgd = isinstance(optimizer, torch.optim.SGD)
-    return AUTO_PLAIN if is_sgd and not any(group["momentum"] for group in optimizer.param_groups) else AUTO
+    adds_up = goes_on or not is_sgd or any(group["momentum"] for group in optimizer.param_groups)
+    return AUTO if adds_up else AUTO_PLAIN
 
 
 class CompletionLength:

@@ -38,6 +38,7 @@ class StepControl(TrainerCallback):
         kl, size, behaviour: measures steps; decides, where there is a target; ends generations.
         accelerator (`Accelerator`): the ranks.
         is_auto (`bool`): whether the target is the [`automatic`] one, whatever `size` says.
+        goes_on (`bool`): whether the rule lets each step go on from the last one.
         log (`Callable`): takes figures by their names.
         offload (`bool`): whether to keep a copy of the weights in the memory of the host.
         engine, others (`Callable`, *optional*): return DeepSpeed's engine, if any, and the trainer's callbacks.
@@ -51,6 +52,7 @@ class StepControl(TrainerCallback):
         accelerator: Any,
         *,
         is_auto: bool = False,
+        goes_on: bool = False,
         log: Callable[[dict[str, float]], None],
         offload: bool = False,
         engine: Callable[[], Any] | None = None,
@@ -58,7 +60,8 @@ class StepControl(TrainerCallback):
     ):
         self.kl, self.size, self.behaviour = kl, size, behaviour
         self._accelerator, self._log_figures = accelerator, log
-        self._is_auto, self._offload, self._engine, self._others = is_auto, offload, engine, others
+        self._is_auto, self._goes_on = is_auto, goes_on
+        self._offload, self._engine, self._others = offload, engine, others
         self.length = CompletionLength(accelerator)
         self._usual = AUTO  # what `target_kl="auto"` is with the optimizer, in nats per completion
         self.learning_rate: float | None = None  # what the last step was made with, where it had a target
@@ -85,7 +88,7 @@ class StepControl(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._usual = automatic(self._optimizer)
+        self._usual = automatic(self._optimizer, goes_on=self._goes_on)
         # Inside of DeepSpeed's
         optimizers.refuse(getattr(self._optimizer, "optimizer", self._optimizer), args.target_kl)
         if self.size is not None and self._engine is not None:

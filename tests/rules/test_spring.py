@@ -8,6 +8,7 @@ import torch
 
 from isopo_trl import ISOPO
 from isopo_trl.rules import make_rule
+from isopo_trl.step_size.completion_length import AUTO, AUTO_PLAIN
 from tests import tiny, training
 from tests.gradients.test_oracle import check
 from tests.rules import several_steps
@@ -153,6 +154,13 @@ def test_steps_that_have_a_length_go_along_the_direction(tmp_path):
     moved = torch.cat([(p.detach() - before[n]).flatten() for n, p in trainer.model.named_parameters()])
     along = -torch.cat([phi[n].flatten() for n, _ in trainer.model.named_parameters()])
     assert torch.cosine_similarity(moved, along, dim=0) > 0.999
+
+
+@pytest.mark.parametrize(("decay", "nats"), [(0.9, AUTO), (0.0, AUTO_PLAIN)])
+def test_the_automatic_length_is_that_of_steps_that_add_up(tmp_path, decay, nats):
+    trainer = training.build(tmp_path, **{**SETTINGS, "max_steps": 1}, target_kl="auto", spring_decay=decay)
+    trainer.train()
+    assert trainer.step_control.size.target == pytest.approx(nats / trainer.step_control.length.mean)
 
 
 @pytest.mark.parametrize(

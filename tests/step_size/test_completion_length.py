@@ -16,3 +16,4 @@ def test_steps_without_momentum_are_longer():
         for optimizer in optimizers:
             assert automatic(optimizer) == expected
             assert automatic(SimpleNamespace(optimizer=optimizer)) == expected  # as DeepSpeed wraps it
+            assert automatic(optimizer, goes_on=True) == AUTO  # as the rule `spring` does
