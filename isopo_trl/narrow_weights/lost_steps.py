@@ -7,7 +7,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..step_size.taken_back import local
-from .steps import SGD, AdamW
+from .steps import SGD, AdamW, Step
 
 
 logger = get_logger(__name__)
@@ -87,8 +87,8 @@ def _sample(values: Any, stride: int) -> torch.Tensor:
 def _moved(formula: Any, state: Any, group: Any, p: Any, before: torch.Tensor, stride: int) -> torch.Tensor:
     """`<made, exact>`, `<exact, exact>` and the number of weights, `[3]`, over a sample of a parameter."""
     wide = before.double()
-    moments = {name: _sample(state[name], stride).double() for name in formula.kept(group)}
-    gradient, number = _sample(p.grad, stride).double(), int(state.get("step", 1))
-    exact = formula.moved(group, float(group["lr"]), wide, gradient, moments, number) - wide
+    moments = {name: _sample(state[name], stride).double() for name in formula.moment_names(group)}
+    step = Step(_sample(p.grad, stride).double(), moments, int(state.get("step", 1)))
+    exact = formula.moved(group, float(group["lr"]), wide, step) - wide
     made = _sample(p, stride).double() - wide
     return torch.stack([(made * exact).sum(), exact.square().sum(), torch.ones_like(exact).sum()])

@@ -8,7 +8,7 @@ import torch
 
 from ..step_size.taken_back import blocks, local
 from .parts import Part
-from .steps import SGD, AdamW
+from .steps import SGD, AdamW, Step
 from .stream import first_element, key, noise
 from .way_back import NarrowSteps, NarrowTrials
 
@@ -66,8 +66,8 @@ class Narrow(torch.optim.Optimizer):
             is_first = self._begin(group, p)
             for part in self.parts(place, p):
                 before = part.wide()
-                self.formula.learn(group, before, part.gradient, part.moments, is_first)
-                part.write(self.moved(group, float(group["lr"]), before, part))
+                self.formula.learn(group, before, part.step, is_first)
+                part.write(self.formula.moved(group, float(group["lr"]), before, part.step))
         return loss
 
     @torch.no_grad()
@@ -102,17 +102,12 @@ class Narrow(torch.optim.Optimizer):
         names = [name for name in state if name != "step"]
         tensors = [p, p.grad, *(state[name] for name in names)]
         for weight, gradient, *values in blocks(*map(local, tensors), *others):
-            kept = dict(zip(names, values, strict=False))
-            remainder = kept.pop("remainder", None)
-            wide = gradient.to(torch.promote_types(weight.dtype, torch.float32))
-            numbers = key(self.seed, number, place)
-            is_exact = self.updates == "exact"
-            yield Part(weight, remainder, wide, kept, number, values[len(names) :], numbers, start, is_exact)
+            moments = dict(zip(names, values, strict=False))
+            remainder = moments.pop("remainder", None)
+            step = Step(gradient.to(torch.promote_types(weight.dtype, torch.float32)), moments, number)
+            numbers, is_exact = key(self.seed, number, place), self.updates == "exact"
+            yield Part(weight, remainder, step, values[len(names) :], numbers, start, is_exact)
             start += weight.numel()
-
-    def moved(self, group: dict[str, Any], rate: float, before: torch.Tensor, part: Part) -> torch.Tensor:
-        """The part's weights after a step of this learning rate from those `before`."""
-        return self.formula.moved(group, rate, before, part.gradient, part.moments, part.number)
 
     def remainder(self, p: torch.Tensor) -> list[torch.Tensor]:
         """This rank's part of a parameter's remainder, where there is one."""
@@ -131,7 +126,7 @@ class Narrow(torch.optim.Optimizer):
         for (group, p), place in zip(own, saved, strict=True):
             of = state_dict["state"].get(place, {})
             state = {"step": torch.as_tensor(of["step"]).float().cpu()} if "step" in of else {}
-            for name in self.formula.kept(group):
+            for name in self.formula.moment_names(group):
                 if isinstance(of.get(name), torch.Tensor):
                     state[name] = of[name].to(device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
             if self.updates == "exact" and p.dtype == torch.bfloat16 and "remainder" in of:
@@ -141,7 +136,7 @@ class Narrow(torch.optim.Optimizer):
 
     def _begin(self, group: dict[str, Any], p: torch.Tensor) -> bool:
         """Begin a step of a parameter; returns whether its moments are new."""
-        state, names = self.state[p], self.formula.kept(group)
+        state, names = self.state[p], self.formula.moment_names(group)
         new = [name for name in names if name not in state]
         for name in new:
             state[name] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .bits import join, rounded, split
+from .steps import Step
 from .stream import noise
 
 
@@ -16,9 +17,7 @@ class Part:
     Attributes:
         weight (`torch.Tensor`): a view.
         remainder (`torch.Tensor`, *optional*): a view, in the type of the weight, with the bits of an int16.
-        gradient (`torch.Tensor`): in the type of the step, as are the moments.
-        moments (`dict[str, torch.Tensor]`): views, by name.
-        number (`int`): of the step, from 1.
+        step ([`Step`]): what moves it, with views of its moments.
         others (`list[torch.Tensor]`): views of what else was asked for.
         key (`int`): of the random numbers for this step of this parameter.
         start (`int`): the first element, in the whole parameter.
@@ -27,9 +26,7 @@ class Part:
 
     weight: torch.Tensor
     remainder: torch.Tensor | None
-    gradient: torch.Tensor
-    moments: dict[str, torch.Tensor]
-    number: int
+    step: Step
     others: list[torch.Tensor]
     key: int
     start: int

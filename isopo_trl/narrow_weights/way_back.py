@@ -4,15 +4,16 @@ tried before they are made.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..step_size.taken_back import SMALL, SGDSteps, local, square
+from ..step_size.taken_back import SMALL, SGDSteps, StepsOfOptimizer, local, square
 from .parts import Part, widened
 
 
-class NarrowSteps:
+class NarrowSteps(StepsOfOptimizer):
     """
     The steps of a `Narrow` optimizer, made again with another share of the learning rate: in float32, and rounded
     with the same random numbers. The weights before the step, and their remainders, are a copy; with remainders, large
@@ -27,20 +28,17 @@ class NarrowSteps:
     """
 
     def __init__(self, optimizer: Any, offload: bool = False):
-        self._optimizer, self._offload = optimizer, offload
+        super().__init__(optimizer)
+        self._offload = offload
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         size = sum(local(p).numel() * p.element_size() for p in self._parameters)
         self._has_copies = optimizer.updates == "stochastic" or offload or size <= SMALL
         self._copies: dict[torch.Tensor, list[torch.Tensor]] = {}
-        self.lost = False
-        self._share = 1.0
-        self._rates: list[float] = []
 
     @torch.no_grad()
     def remember(self) -> None:
         """Before the step: note its learning rates, and copy the weights."""
-        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._share = 1.0
+        super().remember()
         self._optimizer.give_remainders()
         if not self._has_copies:
             return
@@ -54,21 +52,18 @@ class NarrowSteps:
     def move(self, share: float) -> None:
         """Put the weights where they would be with a share of the step, from 0 (as they were) to 1; 0 is for good."""
         optimizer = self._optimizer
-        rates = {id(group): rate for group, rate in zip(optimizer.param_groups, self._rates, strict=True)}
+        rates = {id(group): rate for group, rate in self._groups()}
         is_finite = True
         for place, group, p in optimizer.stepped():
             rate = rates[id(group)]
             for part in optimizer.parts(place, p, *self._copies.get(p, ())):
                 before = self._copied(part) if self._has_copies else self._undone(group, rate, part)
-                part.write(optimizer.moved(group, share * rate, before, part) if share else before)
+                part.write(optimizer.formula.moved(group, share * rate, before, part.step) if share else before)
                 is_finite = is_finite and (self._has_copies or share > 0 or bool(before.isfinite().all()))
         self._share, self.lost = share, not is_finite
 
-    def settle(self) -> None:
-        """The step stays as it is."""
-
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> int:  # type: ignore[override]
         """Memory of the copy."""
         return sum(copy.numel() * copy.element_size() for copies in self._copies.values() for copy in copies)
 
@@ -87,9 +82,9 @@ class NarrowSteps:
         after, rate = part.wide(), self._share * rate
         if not rate:
             return after
-        alone = self._optimizer.moved(group, rate, torch.zeros_like(after), part)
-        decay = self._optimizer.formula.decay(group)
-        return after.double().sub_(alone).div_(1 - rate * decay).to(after.dtype)
+        formula = self._optimizer.formula
+        alone = formula.moved(group, rate, torch.zeros_like(after), part.step)
+        return after.double().sub_(alone).div_(1 - rate * formula.decay(group)).to(after.dtype)
 
 
 class NarrowTrials(SGDSteps):
@@ -113,9 +108,8 @@ class NarrowTrials(SGDSteps):
             weights[places] = before
         self._changed = []
         self._share = share
-        for rate, group, part, moments in self._parts() if share else ():
-            moved = self._formula.moved(group, rate * share, part.wide(), part.gradient, moments, part.number)
-            after = part.narrow(moved)
+        for rate, group, part in self._parts() if share else ():
+            after = part.narrow(self._formula.moved(group, rate * share, part.wide(), part.step))
             places = tuple(place.int() for place in (after != part.weight).nonzero(as_tuple=True))
             self._changed.append((part.weight, places, part.weight[places]))
             part.weight.copy_(after)
@@ -123,9 +117,9 @@ class NarrowTrials(SGDSteps):
     @torch.no_grad()
     def squares(self) -> torch.Tensor:
         sums = [torch.zeros(2, dtype=torch.float64)]
-        for rate, group, part, moments in self._parts():
+        for rate, group, part in self._parts():
             before = part.wide()
-            step = self._formula.moved(group, rate, torch.zeros_like(before), part.gradient, moments, part.number)
+            step = self._formula.moved(group, rate, torch.zeros_like(before), part.step)
             sums.append(torch.stack([square(step), square(before)]).cpu())
         return torch.stack(sums).sum(0)
 
@@ -133,14 +127,15 @@ class NarrowTrials(SGDSteps):
     def _formula(self) -> Any:
         return self._optimizer.formula
 
-    def _parts(self) -> Iterator[tuple[float, dict[str, Any], Part, dict[str, torch.Tensor]]]:
-        """The rate, the group and the parts of all that a step moves, and moments that have seen its gradient."""
-        rates = {id(group): rate for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)}
+    def _parts(self) -> Iterator[tuple[float, dict[str, Any], Part]]:
+        """The rate, the group and the parts of all that a step moves, with moments that have seen its gradient."""
+        rates = {id(group): rate for group, rate in self._groups()}
         for place, group, p in self._optimizer.stepped():
             for part in self._optimizer.parts(place, p, ahead=True):
-                names = self._formula.kept(group)
-                moments = {name: part.moments[name].clone() for name in names if name in part.moments}
+                step, names = part.step, self._formula.moment_names(group)
+                moments = {name: step.moments[name].clone() for name in names if name in step.moments}
                 is_first = len(moments) < len(names)
-                moments |= {name: torch.empty_like(part.gradient) for name in names if name not in moments}
-                self._formula.learn(group, part.wide(), part.gradient, moments, is_first)
-                yield rates[id(group)], group, part, moments
+                moments |= {name: torch.empty_like(step.gradient) for name in names if name not in moments}
+                ahead = step._replace(moments=moments)
+                self._formula.learn(group, part.wide(), ahead, is_first)
+                yield rates[id(group)], group, replace(part, step=ahead)

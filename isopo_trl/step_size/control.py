@@ -16,7 +16,7 @@ from .completion_length import AUTO, CompletionLength, automatic
 from .controller import CLOSE, OVERSHOOT, Measurement, StepSize, fitted, is_too_long
 from .drift import BehaviourBound
 from .measurement import StepKL
-from .taken_back import AdamWSteps, SGDSteps, WeightCopy, local, trained, way_back_of
+from .taken_back import SGDSteps, WayBack, WeightCopy, local, trained, way_back_of
 
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class StepControl(TrainerCallback):
         self._usual = AUTO  # what `target_kl="auto"` is with the optimizer, in nats per completion
         self.learning_rate: float | None = None  # what the last step was made with, where it had a target
         self._optimizer: Any = None  # as training has it, without accelerate's wrapper
-        self._way_back: WeightCopy | AdamWSteps | SGDSteps | None = None
+        self._way_back: WayBack | None = None
         self._is_verified = False  # the optimizer's state, after its first step
         self._warned = False  # that steps of that length are lost in rounding
         self._advised: set[str] = set()  # of what else
@@ -225,7 +225,7 @@ class StepControl(TrainerCallback):
             if self._accelerator.is_main_process:
                 logger.warning(said)
 
-    def _take_back(self, way_back: WeightCopy | AdamWSteps | SGDSteps) -> None:
+    def _take_back(self, way_back: WayBack) -> None:
         way_back.move(0.0)
         if self._on_any_rank(way_back.lost):
             raise FloatingPointError(
@@ -234,7 +234,7 @@ class StepControl(TrainerCallback):
                 "copy of the weights."
             )
 
-    def _measured_at(self, way_back: WeightCopy | AdamWSteps | SGDSteps, share: float) -> Measurement:
+    def _measured_at(self, way_back: WayBack, share: float) -> Measurement:
         way_back.move(share)
         return self.kl.measure()
 

@@ -24,7 +24,7 @@ SMALL = 2**28
 _BLOCK = 2**22
 
 
-def way_back_of(optimizer: Any, offload: bool = False) -> "WeightCopy | AdamWSteps | SGDSteps":
+def way_back_of(optimizer: Any, offload: bool = False) -> "WayBack":
     """
     What tries the steps of an optimizer, or takes them back; it may have its own, as those of `narrow_weights` do.
 
@@ -129,33 +129,45 @@ class WeightCopy:
         return sum(copy.numel() * copy.element_size() for copy in self._copies)
 
 
-class AdamWSteps:
+class StepsOfOptimizer:
     """
-    The steps of AdamW, undone by what it keeps: no memory, and weights that are the former ones to rounding.
+    The learning rates of an optimizer's step, by which it is made, tried or undone without a copy of the weights.
 
     Attributes:
-        lost (`bool`): whether weights of this rank could not be computed back, by the last [`move`].
+        lost (`bool`): whether weights of this rank could not be computed back, by the last move.
     """
 
     bytes = 0
+    lost = False
+    is_tried = False  # before it is made
 
-    def __init__(self, optimizer: torch.optim.AdamW):
+    def __init__(self, optimizer: Any):
         self._optimizer = optimizer
-        self.lost = False
-        self._share = 1.0
         self._rates: list[float] = []
+        self._share = 0.0  # of the step that the weights have
 
     def remember(self) -> None:
         """Note the learning rates of the step, before it."""
         self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._share = 1.0
+        self._share = 0.0 if self.is_tried else 1.0
+
+    def settle(self) -> None:
+        """The step stays as it is."""
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], float]]:
+        """The groups of parameters, and their learning rates."""
+        return zip(self._optimizer.param_groups, self._rates, strict=True)
+
+
+class AdamWSteps(StepsOfOptimizer):
+    """The steps of AdamW, undone by what it keeps: no memory, and weights that are the former ones to rounding."""
 
     @torch.no_grad()
     def move(self, share: float) -> None:
         """As [`WeightCopy.move`]; weights that the step has made infinite are [`lost`]."""
         moved = [
             (group, rate, p)
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True)
+            for group, rate in self._groups()
             for p in group["params"]
             if p.grad is not None  # else the optimizer has left it alone
         ]
@@ -176,30 +188,19 @@ class AdamWSteps:
         self._share = share
         self.lost = not share and not all(bool(local(p).isfinite().all()) for _, _, p in moved)
 
-    def settle(self) -> None:
-        """As [`WeightCopy.settle`]: nothing is kept for it."""
 
-
-class SGDSteps:
+class SGDSteps(StepsOfOptimizer):
     """
     The steps of SGD, tried before they are made. No memory, but for the few weights that lose a bit on the way there
     and back: those are noted.
     """
 
-    bytes = 0
-    lost = False
+    is_tried = True
 
     def __init__(self, optimizer: Any):
-        self._optimizer = optimizer
-        self._rates: list[float] = []
-        self._share = 0.0  # of the step that the weights have
+        super().__init__(optimizer)
         # Of each block, where a bit is lost, and what was there
         self._rounded: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = []
-
-    def remember(self) -> None:
-        """Note the learning rates of the step, before it."""
-        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        self._share = 0.0
 
     @torch.no_grad()
     def move(self, share: float) -> None:
@@ -234,7 +235,7 @@ class SGDSteps:
 
     def _blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         """Parts of the weights, the direction in which SGD would move them, and the rate."""
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+        for group, rate in self._groups():
             momentum, new = group["momentum"], 1 - group["dampening"]
             for p in group["params"]:
                 if p.grad is None:  # the optimizer leaves it alone
@@ -246,6 +247,9 @@ class SGDSteps:
                     if momentum and moments:
                         buffer = (moments[0] * momentum).add_(gradient, alpha=new)
                     yield weights, gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer, rate
+
+
+WayBack = WeightCopy | AdamWSteps | SGDSteps
 
 
 def square(values: torch.Tensor) -> torch.Tensor:
