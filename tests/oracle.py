@@ -173,6 +173,12 @@ def at_positions(module, parameters, calls, positions, experts=1):
     calls = [call for call in calls if any(isinstance(y, torch.Tensor) and y.grad is not None for y in call[2])]
     assert len(calls) == 1, f"{len(calls)} calls"
     ((args, kwargs, outputs),) = calls
+    if type(module) is torch.nn.Linear and experts == 1 and {*parameters} <= {*trained(module)} and args:
+        a, g = args[0], outputs[0].grad
+        if a.dtype == torch.float64 and a.shape[:-1].numel() == positions:  # the same, faster, see `test_oracle.py`
+            a, g = a.reshape(positions, -1), g.reshape(positions, -1)
+            of = {module.weight: torch.einsum("tp,td->tpd", g, a).flatten(1), module.bias: g}
+            return torch.cat([of[p] for p in parameters], dim=1)
     rows = []
     for t in range(positions):
 

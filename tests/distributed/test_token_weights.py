@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.distributed.process_group import launch, load_runs
+from tests.distributed.process_group import load_runs
 
 
 # On two ranks, and what one rank does
@@ -29,16 +29,6 @@ RUNS = {
     "ddp-interacting-lora-gspo": "ddp-interacting-lora-gspo",
     "shard-fisher-full-kl": "loop-fisher-full-kl",
 }
-# The same, on other weights or under the other engine
-SLOW = {
-    "fsdp2-none-full-p3o": "ddp-none-full-p3o",
-    "fsdp2-fisher-lora-p3o-stored": "ddp-fisher-lora-p3o",
-    "fsdp2-fisher-full-kpo": "ddp-fisher-full-kpo",
-    "ddp-none-lora-terms": "ddp-none-lora-terms",
-    "fsdp2-fisher-full-terms": "ddp-fisher-full-terms",
-    "ddp-fisher-lora-sapo": "ddp-fisher-lora-sapo",
-    "shard-fisher-lora-kl": "loop-fisher-lora-kl",
-}
 ZERO = {
     "zero2-fisher-full-p3o": "ddp-fisher-full-p3o",
     "zero3-fisher-full-p3o": "ddp-fisher-full-p3o",
@@ -51,42 +41,23 @@ ACCUMULATED = {"zero2-fisher-full-p3o": "ddp-fisher-full-p3o", "zero3-fisher-ful
 if importlib.util.find_spec("deepspeed") is None:
     ZERO, ACCUMULATED = {}, {}
 
-ALL = {**RUNS, **ZERO, **SLOW}
+ALL = {**RUNS, **ZERO}
 
 pytestmark = pytest.mark.distributed
 
 
-def runs(wanted=lambda name: True):
-    """The names of runs, as parameters."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in ALL if wanted(name)]
-
-
-@pytest.fixture
-def results(request):
-    """Those of the launch that has the run of which the test has the name."""
-    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
-    return request.getfixturevalue("slow_results" if name in SLOW else "quick_results")
-
-
-def groups(folder, one=None, two=(*RUNS, *ZERO)):
+def groups(folder):
     """Runs on one rank and on two; in both, the loops find the process group that a trainer leaves behind."""
-    one = one or {*RUNS.values(), *ACCUMULATED, "ddp-none-full-p3o-joined", "loop-fisher-full-none"}
+    one = {*ALL.values(), *ACCUMULATED, "ddp-none-full-p3o-joined", "loop-fisher-full-none"}
     tiny.save(folder / "reference", "qwen3", tie=True)
-    runs = {1: sorted(one), 2: two}
+    runs = {1: sorted(one), 2: ALL}
     return [(ranks, "token_weights_worker.py", folder / f"token_weights-{ranks}.pt", *runs[ranks]) for ranks in runs]
 
 
 @pytest.fixture(scope="module")
-def quick_results(launched):
+def results(launched):
     """What each run left on each rank, of one and of two."""
     return {ranks: load_runs(launched / f"token_weights-{ranks}.pt") for ranks in (1, 2)}
-
-
-@pytest.fixture(scope="module")
-def slow_results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("slow")
-    launch(*groups(folder, SLOW.values(), SLOW))
-    return {ranks: load_runs(folder / f"token_weights-{ranks}.pt") for ranks in (1, 2)}
 
 
 def ranks(results, world, name):
@@ -106,7 +77,7 @@ def figures(result):
     return [{name: log[name] for name in log if name.startswith("off_policy/")} for log in result["logs"]]
 
 
-@pytest.mark.parametrize("name", runs())
+@pytest.mark.parametrize("name", ALL)
 def test_two_ranks_train_to_the_weights_of_one(name, results):
     (one,), (first, second) = ranks(results, 1, ALL[name]), ranks(results, 2, name)
     wrapped = {"d": "DistributedDataParallel", "f": "FSDP", "s": "FSDP", "z": "DeepSpeedEngine"}[name[0]]
@@ -126,7 +97,7 @@ def test_deepspeed_accumulates_terms_as_they_are(name, results):
     assert distance(one, accumulated) < 2e-6
 
 
-@pytest.mark.parametrize("name", runs(lambda name: "p3o" in name))
+@pytest.mark.parametrize("name", [name for name in ALL if "p3o" in name])
 def test_ess_is_that_of_all_tokens_on_all_ranks(name, results):
     (one,) = ranks(results, 1, ALL[name])
     for result in ranks(results, 2, name):
@@ -150,7 +121,7 @@ def test_bounds_that_all_ranks_choose_are_not_those_without_data(results):
     assert all(0.1 < line["off_policy/gated"] < 0.9 for line in figures(one))
 
 
-@pytest.mark.parametrize("name", runs(lambda name: "terms" in name))
+@pytest.mark.parametrize("name", [name for name in ALL if "terms" in name])
 def test_entropy_bonus_is_adapted_to_the_tokens_of_all_ranks(name, results):
     (one,) = ranks(results, 1, ALL[name])
     expected = [line["entropy_coef"] for line in one["logs"]]
@@ -160,7 +131,7 @@ def test_entropy_bonus_is_adapted_to_the_tokens_of_all_ranks(name, results):
         assert all(line["kl"] > 0.01 for line in result["logs"])
 
 
-@pytest.mark.parametrize("name", runs(lambda name: name.endswith(("cispo", "gspo", "vespo"))))
+@pytest.mark.parametrize("name", [name for name in ALL if name.endswith(("cispo", "gspo", "vespo"))])
 def test_ratios_are_cut_as_on_one_rank(name, results):
     (one,) = ranks(results, 1, ALL[name])
     figure = {"c": "cispo_clip_ratio", "g": "clip_ratio/region_mean", "v": "vespo/phi_seq_mean"}[name.split("-")[3][0]]

@@ -187,14 +187,6 @@ def test_trainers_share_everything_but_the_method(gsm8k, given, tmp_path, capsys
         assert len(trainer.train_dataset) == 11
 
 
-def test_every_rule_can_be_tried_on_the_embedded_default(gsm8k):
-    for rule in ("fisher", "npg", "fig4", "euclidean", "interacting", "none"):
-        _, args, model_args = gsm8k.read_arguments(["--rule", rule])
-        assert args.rule == rule and model_args.use_peft and args.max_steps == 12
-    _, args, _ = gsm8k.read_arguments(["--trainer", "reinforce"])
-    assert args.rule == "none" and args.regularization is None
-
-
 def test_every_spelling_means_the_model_and_the_method_that_were_asked_for(gsm8k, given, tmp_path):
     model, *rest = given
     name = model.partition("=")[2]
@@ -289,11 +281,6 @@ def test_the_file_means_what_it_says(gsm8k, given, tmp_path):
     assert args.output_dir == "2024-01-01"
 
 
-def test_the_method_alone_names_the_output_folder(gsm8k, given):
-    _, args, _ = gsm8k.read_arguments([*given, "--trainer=grpo"])
-    assert args.output_dir == "outputs/gsm8k-grpo"
-
-
 def test_what_is_used_and_why(gsm8k):
     assert gsm8k.choose("a", "b") == ("a", "b", "as given")
     assert gsm8k.choose("a", None)[:2] == ("a", "openai/gsm8k")
@@ -301,13 +288,6 @@ def test_what_is_used_and_why(gsm8k):
     for given in ((None, None), ("embedded", None), (None, "embedded")):
         model, dataset, reason = gsm8k.choose(*given)
         assert model == dataset == "embedded" and "the quick start" in reason
-
-
-def test_what_takes_hours_is_not_begun_unasked(gsm8k, example_run, monkeypatch):
-    monkeypatch.setattr(example_run, "device", lambda: ("cuda", (9, 0)))
-    _, args, model_args = gsm8k.read_arguments(["--use_cpu", "--bf16=false"])
-    assert model_args.model_name_or_path == "embedded"
-    assert args.max_steps == 12 and args.save_strategy == "no"
 
 
 def test_what_takes_hours_ends_and_saves(gsm8k):
@@ -346,15 +326,6 @@ def test_where_no_picture_can_be_drawn_the_report_ends_with_curves_in_text(gsm8k
         f"{rewards[1]:.3g}",
     ]
     assert not (tmp_path / "curves.png").exists()
-
-
-def test_a_reward_beside_others_has_a_column_of_its_own(gsm8k, example_run, given, tmp_path, capfd):
-    for weight, titles in (("0.2", 1), ("0", 0)):
-        options = [f"--output_dir={tmp_path}", "--validation_size=0", f"--format_weight={weight}", "--max_steps=1"]
-        assert gsm8k.main([*given, *options]) == 0
-        assert len(re.findall("^ *step .* right  trend$", capfd.readouterr().out, re.MULTILINE)) == titles
-        assert (tmp_path / "curves.png").exists()
-        (tmp_path / "curves.png").unlink()
 
 
 def test_rewards_that_teach_nothing_get_a_hint(example_run):
@@ -433,24 +404,6 @@ def test_settings_of_the_papers_on_token_weights_are_settings(gsm8k, given):
     assert (kpo.epsilon, kpo.epsilon_high, kpo.kpo_initial_variance, kpo.kpo_process_noise) == (3e-4, 4e-4, 1, 1e-6)
     assert kpo.generation_batch_size == 32 * 8 and kpo.steps_per_generation == 4 * kpo.gradient_accumulation_steps
     assert kpo.chat_template_kwargs == {"enable_thinking": False}
-
-
-def test_transforms_of_advantages_are_settings(gsm8k, given, tmp_path):
-    chosen = ["--advantage_transform=redit,pacs,simpletir", "--redit_scale=0.1", "--simpletir_answer=####"]
-    _, args, _ = gsm8k.read_arguments([*given, *chosen])
-    assert (args.advantage_transform, args.redit_scale) == ("redit,pacs,simpletir", 0.1)
-    assert (args.simpletir_answer, args.pacs_beta) == ("####", 1.0)
-    file = tmp_path / "run.yaml"
-    file.write_text("advantage_transform: dcpo,cppo\ncppo_pruning: 0.25\n")
-    _, args, _ = gsm8k.read_arguments([*given, f"--config={file}", "--cppo_pruning=0.4"])
-    assert (args.advantage_transform, args.cppo_pruning) == ("dcpo,cppo", 0.4)
-
-
-def test_reinforce_keeps_the_token_weights(gsm8k, given):
-    _, args, _ = gsm8k.read_arguments([*given, "--trainer=reinforce", "--token_weights=kpo", "--kpo_gain=0.01"])
-    assert (args.rule, args.token_weights, args.kpo_gain) == ("none", "kpo", 0.01)
-    _, args, _ = gsm8k.read_arguments([*given, "--trainer=reinforce"])
-    assert (args.rule, args.token_weights) == ("none", "none")
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
@@ -666,18 +619,6 @@ def test_bad_models_give_one_sentence(gsm8k, example_run, given, tmp_path, capsy
     assert built(gsm8k, [f"--model_name_or_path={folder}", *rest, "--plain_text"])
 
 
-def test_what_is_looked_up_on_the_hub_is_said_before_it_takes_its_time(gsm8k, given, tmp_path, capsys):
-    model, data, *rest = [*given, f"--output_dir={tmp_path}"]
-    for what, arguments in (
-        ("model no/such", ["--model_name_or_path=no/such", data]),
-        ("data set no/such", [model, "--dataset=no/such"]),
-    ):
-        assert gsm8k.main([*arguments, *rest]) == 2
-        printed = capsys.readouterr()
-        assert f"Looking up the {what} on the Hub" in printed.out.splitlines()[-1]
-        assert len(printed.err.splitlines()) == 1
-
-
 def test_a_checkpoint_that_is_none_gives_one_sentence(gsm8k, given, tmp_path, capsys):
     rest = [*given, f"--output_dir={tmp_path / 'out'}"]
     model = given[0].partition("=")[2]
@@ -731,21 +672,6 @@ def test_vllm_that_is_not_there_gives_one_sentence(gsm8k, given, tmp_path, capsy
     for url in ("127.0.0.1:8000", "http://", "http://127.0.0.1:x", "http://127.0.0.1:99999", "nonsense"):
         said = refused(gsm8k, capsys, [*rest, "--vllm_mode=server", f"--vllm_server_base_url={url}"])
         assert f"{url} is not an address such as http://localhost:8000" in said
-
-
-def test_an_address_without_a_port_has_that_of_its_scheme(gsm8k, given, tmp_path, capsys, monkeypatch):
-    asked = []
-
-    def nobody(address, timeout):
-        asked.append(address)
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(socket, "create_connection", nobody)
-    rest = [*given, f"--output_dir={tmp_path}", "--use_vllm", "--vllm_mode=server"]
-    for url in ("http://host", "https://host/path"):
-        said = refused(gsm8k, capsys, [*rest, f"--vllm_server_base_url={url}"])
-        assert f"{url} names no port" in said and "8000" in said
-    assert asked == [("host", 80), ("host", 443)]
 
 
 def test_a_port_in_use_gives_one_sentence(gsm8k, given, tmp_path, capsys, monkeypatch):

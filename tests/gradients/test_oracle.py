@@ -73,6 +73,22 @@ def compare(trainer, G, rule, batch=None, rows=(), **formula):
     check(trainer.model, oracle.expected_gradients(trainer.model, G, batch, rows, rule, **formula))
 
 
+class Called(torch.nn.Linear):
+    """A linear layer, of another type."""
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_oracle_has_of_linear_layers_what_it_has_of_any_module_called_position_by_position(bias):
+    found, x = [], torch.randn(1, 5, 4, dtype=torch.float64)
+    for kind in (torch.nn.Linear, Called):
+        torch.manual_seed(0)
+        module = kind(4, 3, bias).double()
+        with oracle.remembered({"": module}) as seen:
+            module(x).square().sum().backward()
+        found.append(oracle.at_positions(module, list(module.parameters()), seen[""], 5))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 def crossed():
     """One family of full weights and one with LoRA with every rule, others with one; the rest is slow."""
     every_rule = (("qwen3", False), ("qwen2", True))

@@ -189,23 +189,6 @@ def test_gradient_is_the_definition(name, rule):
         assert kinds["layer.mixer.inner.weight"] == kinds["layer.mixer.outer.weight"] == "linear"
 
 
-@pytest.mark.parametrize("rule", ["euclidean", "interacting", "none"])
-def test_layers_inside_that_are_called_stay_their_own(rule):
-    """No rule here samples positions, so a loop over sequences tells what the linear layers must have."""
-    layer = build("mixer")
-    plain, model = copy.deepcopy(layer), Holder(layer)
-    isopo = ISOPO(model, rule)
-    x, cotangent = batch()
-    with isopo.microbatch(ADVANTAGES[:B], attention_mask=torch.ones(B, T)):
-        model(x).backward(cotangent)
-    for linear in ("inner", "outer"):
-        names = [f"mixer.{linear}.weight", f"mixer.{linear}.bias"]
-        V = sequence_gradients(plain, names, x, cotangent)
-        found = torch.cat([dict(layer.named_parameters())[n].grad.flatten() for n in names])
-        expected = oracle.coefficients(V, V, ADVANTAGES[:B], rule) @ V
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("flat", [False, True], ids=["B T", "N"])
 @pytest.mark.parametrize("rule", ["fisher", "interacting", "none"])
 def test_packed_rows_are_told_apart_by_position(rule, flat):

@@ -1,7 +1,6 @@
 """PEFT's linear layer as one function against PEFT's own forward, and when it leaves the layer to PEFT."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -151,19 +150,6 @@ def test_gradients_of_the_factors_are_those_of_two_linear_layers(rule, shape, ca
     assert len(calls) == 2 and all(gradient.any() for gradient in mine[2].values())
     assert mine[3] == [1, 1, 1, 1]
     check(mine, theirs)
-
-
-def test_what_is_recorded_of_the_factors_is_what_two_linear_layers_record():
-    tables = []
-    for fuse in (True, False):
-        model = build()
-        isopo = ISOPO(model, "fig4", fisher_samples=7)
-        if not fuse:
-            unfused(isopo)
-        with isopo.microbatch(ADVANTAGES, attention_mask=MASK) as microbatch:
-            (model(inputs()) * MASK.unsqueeze(-1)).square().sum().backward()
-        tables.append(microbatch.ledger.table)
-    torch.testing.assert_close(*tables, rtol=1e-10, atol=1e-10)
 
 
 def test_an_input_without_gradient_or_turned_around_is_no_different(calls):
@@ -448,26 +434,12 @@ def test_a_deep_copy_is_the_plain_model_and_leaves_the_original_alone(calls):
     assert torch.equal(model(inputs()), plain(inputs())) and not twin(inputs()).any()
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_an_attached_model_can_be_saved_whole_and_comes_back_plain(how):
+def test_an_attached_model_can_be_pickled_and_comes_back_plain():
     model = build()
     isopo = ISOPO(model)
     isopo.begin(ADVANTAGES, attention_mask=MASK)
-    if how == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
+    twin = pickle.loads(pickle.dumps(model))
     isopo.abort()
     assert torch.equal(twin(inputs()), model(inputs()))
     twin(inputs()).sum().backward()
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_state_dict_and_modules_are_those_of_the_plain_model():
-    model = build()
-    names, keys = [name for name, _ in model.named_modules()], list(model.state_dict())
-    ISOPO(model)
-    assert [name for name, _ in model.named_modules()] == names and list(model.state_dict()) == keys

@@ -76,10 +76,9 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("size", [D, 128])
 @pytest.mark.parametrize("kind", FAMILIES, ids=lambda kind: kind.__name__)
-def test_the_norm_of_a_family_is_recognised(kind, size, dtype):
-    assert flavour_of(kind(size, EPS).to(dtype)) == FAMILIES[kind]
+def test_the_norm_of_a_family_is_recognised(kind, dtype):
+    assert flavour_of(kind(D, EPS).to(dtype)) == FAMILIES[kind]
 
 
 class L1Norm(LlamaRMSNorm):
@@ -87,27 +86,9 @@ class L1Norm(LlamaRMSNorm):
         return self.weight * (x.float() / (x.float().abs().mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
 
 
-class EpsilonOutside(LlamaRMSNorm):
-    def forward(self, x):
-        normal = x.float()
-        return self.weight * (normal / (normal.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)).to(
-            x.dtype
-        )
-
-
-class Centred(LlamaRMSNorm):
-    def forward(self, x):
-        return super().forward(x - x.mean(-1, keepdim=True))
-
-
 class OffsetTwo(LlamaRMSNorm):
     def forward(self, x):
         return super().forward(x) * (self.weight + 2) / self.weight
-
-
-class PlainScale(LlamaRMSNorm):
-    def forward(self, x):
-        return self.weight * x
 
 
 class InFloat32(LlamaRMSNorm):
@@ -133,16 +114,9 @@ class WithoutEpsilon(nn.Module):
         return self.weight * x
 
 
-class WithoutWeight(WithoutEpsilon):
-    def __init__(self, size, eps):
-        super().__init__(size, eps)
-        self.weight, self.eps = None, eps
-
-
-STRANGERS = [L1Norm, EpsilonOutside, Centred, OffsetTwo, PlainScale, InFloat32, WithoutEpsilon, WithoutWeight, Raises]
-
-
-@pytest.mark.parametrize("kind", [*STRANGERS, nn.LayerNorm], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [L1Norm, OffsetTwo, InFloat32, WithoutEpsilon, Raises, nn.LayerNorm], ids=lambda kind: kind.__name__
+)
 def test_another_formula_is_not_taken_for_an_rms_norm(kind):
     assert flavour_of(kind(D, EPS)) is None
 
@@ -198,9 +172,10 @@ def test_a_frozen_norm_is_not_among_the_trained_parameters():
     assert not any("forward" in module.__dict__ for module in model)
 
 
-# On a CPU: by the module's own forward, or by interpreted kernels
+# With the kernels: trained norms. Without them, they are among the layers of `test_layer.py`
 
 
+@batches.needs_kernels
 @pytest.mark.usefixtures("float64_throughout")
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("rule", rule_names())
@@ -208,19 +183,6 @@ def test_a_frozen_norm_is_not_among_the_trained_parameters():
 def test_gradient_is_the_definition(name, rule, packed):
     layer = harness.build(name)
     harness.check(layer, harness.inputs_of(layer, B, T), rule, packed)
-
-
-@pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("at", ["N", "1 N"])
-@pytest.mark.parametrize("name", RMS_NORM)
-def test_positions_may_be_flattened(name, at, packed):
-    layer = harness.build(name)
-    shape = (B * T,) if at == "N" else (1, B * T)
-    harness.check(layer, harness.inputs_of(layer, *shape), "fig4", packed, at)
-
-
-# With the kernels: trained norms
 
 
 def build(kind, dtype=EXACT, trained=True):
@@ -302,32 +264,6 @@ def test_the_fused_norm_gives_what_the_module_gives(kind, shape, layout, calls, 
 
 @batches.needs_kernels
 @pytest.mark.usefixtures("float64_if_interpreted")
-@pytest.mark.parametrize("rule", ["fig4", "interacting", "none"])
-@pytest.mark.parametrize("heads", [(), (H,)], ids=["", "heads"])
-def test_the_fused_norm_serves_every_rule(heads, rule, calls, monkeypatch):
-    mine, theirs = both(build(Qwen3RMSNorm), inputs(B, T, *heads), monkeypatch, rule=rule)
-    assert calls == ["_RMSNorm"]
-    for ours, plain in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(ours, plain, **CLOSE)
-
-
-@batches.needs_kernels
-@pytest.mark.parametrize(("x_dtype", "dtype"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Olmo2RMSNorm], ids=lambda kind: kind.__name__)
-def test_an_input_and_a_weight_of_different_types_give_the_modules_type(kind, x_dtype, dtype, calls, monkeypatch):
-    model = build(kind, dtype)
-    x = inputs(B, T, dtype=x_dtype)
-    mine, theirs = both(model, x, monkeypatch, rule="none")
-    assert calls == ["_RMSNorm"]
-    expected = copy.deepcopy(model.layer)(x).detach()
-    assert mine[0].dtype == expected.dtype and mine[1].dtype == x_dtype and mine[2].dtype == dtype
-    torch.testing.assert_close(mine[0], expected, rtol=2e-3, atol=2e-3)
-    for ours, plain in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(ours, plain, rtol=5e-3, atol=5e-3)
-
-
-@batches.needs_kernels
-@pytest.mark.usefixtures("float64_if_interpreted")
 @pytest.mark.parametrize("heads", [H, T])
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm], ids=lambda kind: kind.__name__)
 def test_heads_before_positions_take_the_general_way(kind, heads, calls, monkeypatch):
@@ -344,17 +280,6 @@ def test_heads_before_positions_take_the_general_way(kind, heads, calls, monkeyp
     assert calls == ["_RMSNorm"]
     for ours, other in zip(mine, again, strict=True):
         torch.testing.assert_close(ours, other, **CLOSE)
-
-
-@batches.needs_kernels
-@pytest.mark.usefixtures("float64_if_interpreted")
-def test_positions_in_one_row_before_heads_are_right(monkeypatch):
-    """`[B T, H, d]`."""
-    model = build(LlamaRMSNorm)
-    model.forward = lambda x: model.layer(x.flatten(0, 1)).view(x.shape)
-    mine, theirs = both(model, inputs(B, T, H), monkeypatch)
-    for ours, plain in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(ours, plain, **CLOSE)
 
 
 @batches.needs_kernels

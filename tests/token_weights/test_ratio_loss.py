@@ -202,48 +202,6 @@ def test_loss_of_trl_is_proportional_to_an_advantage_of_either_sign(loss_type, l
         torch.testing.assert_close(slope(factors * sign), factors.unsqueeze(1) * unit)
 
 
-EQUAL = [
-    {"epsilon": 0.2},  # GRPO's default, and yet it was given
-    {"epsilon_high": 0.28, "loss_type": "grpo"},
-    {"delta": 1.5, "loss_type": "bnpo"},
-    {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.6, "loss_type": "dr_grpo"},
-    {"epsilon": 0.05, "loss_type": "grpo", "importance_sampling_level": "sequence"},
-    {"epsilon": 0.05, "loss_type": "luspo", "importance_sampling_level": "sequence"},
-    {"epsilon": 0.2, "loss_type": "luspo", "top_entropy_quantile": 0.5},
-    {"epsilon": 0.2, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
-    {"loss_type": "cispo"},  # capped at 0.2, as TRL does it
-    {"loss_type": "cispo", "epsilon_high": 1.2},
-    {"loss_type": "cispo", "epsilon_high": 1.01, "importance_sampling_level": "sequence"},
-    {"loss_type": "sapo"},
-    {"loss_type": "sapo", "sapo_temperature_pos": 3.0, "importance_sampling_level": "sequence"},
-    {"loss_type": "vespo"},
-    {"loss_type": "vespo", "vespo_k_pos": 0.5, "vespo_lambda_neg": 1.0, "off_policy_mask_threshold": 0.05},
-]
-
-
-@pytest.mark.parametrize("settings", EQUAL, ids=str)
-def test_rule_none_has_loss_gradient_and_metrics_of_grpo(settings, tmp_path):
-    results = []
-    for kind, rule in ((GRPOTrainer, {}), (ISOPOTrainer, {"rule": "none"})):
-        trainer = training.prepared(training.build(tmp_path, kind=kind, **settings, **rule))
-        batch = stale(trainer)
-        loss, gradients = training.gradients(trainer, batch)
-        trainer.model.eval()
-        with torch.no_grad():
-            evaluated = trainer.compute_loss(trainer.model, batch).item()
-        clips_at = trainer.epsilon_low, trainer.epsilon_high
-        results.append((loss, gradients, evaluated, trainer._metrics, clips_at))
-    (loss, gradients, evaluated, metrics, clips_at), own = results
-    assert own[4] == clips_at
-    assert training.distance(own[1], gradients) < 1e-5
-    assert (own[0], own[2]) == pytest.approx((loss, evaluated), abs=1e-6) and abs(loss) > 1e-3
-    clips = [value for name, values in metrics["train"].items() for value in values if "clip_ratio" in name]
-    assert not clips or max(clips) > 0
-    for mode, figures in metrics.items():
-        for name, values in figures.items():
-            assert own[3][mode][name] == pytest.approx(values, rel=1e-6, abs=0, nan_ok=True), (mode, name)
-
-
 class Counting(ISOPOTrainer):
     """Counts passes over completions, but for those of generation, that have no gradient."""
 

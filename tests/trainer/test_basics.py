@@ -180,8 +180,3 @@ def test_a_multiplier_out_of_proportion_is_reported_once_by_the_number_of_its_st
     training.build(tmp_path, max_steps=3, options={"callbacks": [Lower()]}).train()
     (said,) = [record.message for record in caplog.records if "multiplier" in record.message]
     assert said.startswith("In step 2, ") and "regularization=1 (it is 0.1)" in said
-
-
-@pytest.mark.parametrize(("rule", "regularization"), [("interacting", 1e-4), ("fisher", 1e6)])
-def test_everything_moves_at_the_limits_of_lambda(rule, regularization, tmp_path):
-    training.train(training.build(tmp_path, rule=rule, regularization=regularization))

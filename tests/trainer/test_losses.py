@@ -21,28 +21,6 @@ def batch(**extra):
     return {**oracle.random_batch([3, 1, 5, 4], [6, 5, 1, 4], 100, advantages=advantages).for_trl(), **extra}
 
 
-# Runs
-
-
-ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rule": "npg", "scale_rewards": "batch", "top_entropy_quantile": 0.2},
-        {"rule": "fig4", "regularization": 1.0, "keep_small": True, "max_grad_norm": 0.0},
-        {"rule": "euclidean", "scale": "paper", "neftune_noise_alpha": 5.0},
-        {"importance_sampling_level": "sequence", "loss_type": "luspo", "num_iterations": 2},
-        {"rule": "interacting", **ONE_BY_ONE, "max_completion_length": 1},
-        {"num_generations": 6, "gradient_accumulation_steps": 2},
-    ],
-    ids=str,
-)
-def test_setting_trains(settings, tmp_path):
-    training.train(training.build(tmp_path, **settings))
-
-
 def ending(*rows):
     """A rollout in which the completions of these rows end in EOS."""
     eos = tiny.VOCABULARY[tiny.EOS]

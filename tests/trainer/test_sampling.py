@@ -19,20 +19,6 @@ from tests import tiny, training
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1, "cache_implementation": "dynamic"},
-        {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}},
-        {"gradient_accumulation_steps": 3, "steps_per_generation": 2, "max_steps": 3, "pad_to_multiple_of": 8},
-        {"num_iterations": 2, "gradient_accumulation_steps": 2, "shuffle_dataset": False},
-    ],
-    ids=str,
-)
-def test_setting_of_the_generation_trains(settings, tmp_path):
-    training.train(training.build(tmp_path, **settings))
-
-
 # How often the model runs
 
 

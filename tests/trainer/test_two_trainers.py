@@ -39,7 +39,7 @@ class Step:
         self.loss = None
 
 
-@pytest.mark.parametrize("order", ["0011", "0101", "0110"])  # of forward and backward of each
+@pytest.mark.parametrize("order", ["0101", "0110"])  # of forward and backward of each
 def test_gradients_are_exact_however_two_trainers_take_turns(order, tmp_path):
     steps = [Step(tmp_path, *settings) for settings in SETTINGS]
     for place in map(int, order):

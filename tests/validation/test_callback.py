@@ -54,12 +54,6 @@ def test_validation_is_before_training_every_so_many_steps_and_once_at_the_end(e
     assert list(logged(trainer, FIGURES[0])) == expected
 
 
-def test_validation_can_be_asked_for_at_any_time(tmp_path):
-    trainer, callback = validating(tmp_path)
-    figures = callback.validate()
-    assert figures == {name: logged(trainer, name)[0] for name in FIGURES} == callback.validate()
-
-
 @pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize("steps,logging,expected", [(2, 1, [0, 1, 2, -2]), (1, 2, [0, -1, 2, -2])])
 def test_a_validation_is_logged_after_its_step_and_the_output_folder_has_log_and_picture(
@@ -227,16 +221,6 @@ def test_accuracy_is_the_mean_reward_of_greedy_completions(conversational, batch
     assert len(set(texts)) > 3 and len(set(map(len, ids))) > 1  # else this would say little
     sizes = {2: [2, 2, 2, 1], 3: [3, 3, 1], None: [3, 3, 1]}[batch_size]
     assert list(map(len, batches)) == sizes and sum(batches, []) == list(data["prompt"])
-
-
-def test_accuracy_follows_the_training(tmp_path):
-    trainer, callback = validating(tmp_path, steps=1, learning_rate=0.05, kl_prompts=0)
-    trainer.train()
-    policy = model()
-    policy.load_state_dict(trainer.model.state_dict())
-    texts = greedy_texts(policy, tiny.prompts(3)["prompt"])
-    assert callback.completions[2] == texts != callback.completions[0]
-    assert logged(trainer, "validation/accuracy")[2] == pytest.approx(sum(tiny.reward(texts)) / 3, rel=1e-12)
 
 
 # TRL puts the model into training mode after each generation by continuous batching; the cache is quick to set up

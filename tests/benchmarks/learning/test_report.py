@@ -294,26 +294,6 @@ def test_divergence_at_equal_accuracy_is_interpolated(page_of):
     assert [row["KL at 29.0 % held back"] for row in rows.values()] == ["8.0", "4.8"]
 
 
-def test_fisher_is_set_beside_its_control(page_of):
-    draw = random.Random(1)
-    ours, others = ([made_up(m, 2e-6, seed, draw) for seed in (0, 1, 2)] for m in ("fisher", "euclidean"))
-    assert "its control" not in page_of(START, *ours)
-    line = line_of(page_of(START, *ours, *others), "`fisher` against `euclidean`, its control, by seed: ")
-    accuracy, divergence, at_level = line.partition(": ")[2].split("; ")
-    assert numbers(accuracy)[:1] == rounded(points(*ours) - points(*others))
-    assert numbers(divergence)[:1] == rounded(last_kl(*ours) - last_kl(*others))
-    assert "n = 3 in KL at" in at_level and "held back" in at_level
-
-
-def test_the_grid_is_shown_with_the_chosen_rate_in_bold(page_of, many):
-    rows, of = rows_of(page_of(*many), "Learning rates"), {r["name"]: r for r in many}
-    for rate in ("1e-6", "2e-6", "4e-6"):
-        run = of[f"fisher-lr{rate}-seed0"]
-        assert numbers(rows["`fisher`"][rate]) == rounded(held_back(run), last_kl(run))
-        assert rows["`fisher`"][rate].startswith("**") == (rate == "2e-6")
-    assert rows["`reinforce`"]["1e-6"] == "not run"
-
-
 def test_methods_are_compared_at_one_rate_until_their_grids_are_finished(page_of):
     rates, draw = {"grpo": (1e-6, 2e-6), "fisher": (2e-6, 4e-6), "fig4": (2e-6,)}, random.Random(0)
     page = page_of(*(made_up(method, rate, 0, draw) for method in rates for rate in rates[method]))

@@ -1,7 +1,6 @@
 """The statistics of `learning.py report`, against numpy, enumeration and definitions."""
 
 import itertools
-import random
 
 import numpy as np
 import pytest
@@ -28,21 +27,6 @@ def test_the_bootstrap_is_that_of_all_resamples(report_statistics, values):
     assert report_statistics.bootstrap_interval(values[:2]) is None
 
 
-def test_intervals_are_those_of_a_loop_over_the_same_draws(report_statistics):
-    """So that pages made at different times have the same numbers."""
-    values, draw = [0.3, -0.2, 0.5, 0.9, 0.1], random.Random(0)
-    means = [np.mean(draw.choices(values, k=5)) for _ in range(10_000)]
-    expected = np.quantile(means, [0.025, 0.975])
-    assert report_statistics.bootstrap_interval(values) == pytest.approx(expected, rel=1e-12)
-    table, draw, means = np.random.default_rng(1).integers(-1, 2, (4, 30)), np.random.default_rng(0), []
-    for _ in range(10):
-        often = draw.multinomial(30, [1 / 30] * 30, 1_000)
-        chosen = draw.integers(4, size=(1_000, 4))
-        means += [np.mean([often[i] @ table[seed] for seed in chosen[i]]) / 30 for i in range(1_000)]
-    expected = np.quantile(means, [0.025, 0.975])
-    assert report_statistics.crossed_interval(table.tolist()) == pytest.approx(expected, rel=1e-12)
-
-
 def test_the_interval_over_seeds_and_problems_has_both_in_it(report_statistics):
     problems = [1.0, 0.0, 0.0, -1.0] * 100
     of_problems = report_statistics.interval_over_problems(problems)
@@ -66,13 +50,3 @@ def test_rank_correlation_is_that_of_ranks_with_ties_shared(report_statistics):
     expected = np.corrcoef([4, 1, 2.5, 2.5, 5], [5, 1, 4, 2.5, 2.5])[0, 1]
     assert report_statistics.spearman(x, y) == pytest.approx(expected)
     assert report_statistics.spearman(x, [1.0] * 5) is None
-
-
-def test_a_hull_has_every_point_on_its_left(report_statistics):
-    draw = random.Random(1)
-    points = [(draw.random(), draw.random()) for _ in range(30)]
-    corners = report_statistics.hull(points)
-    assert set(corners) <= set(points) and len(corners) >= 3
-    for (ax, ay), (bx, by) in zip(corners, corners[1:] + corners[:1], strict=True):
-        assert all((bx - ax) * (y - ay) - (by - ay) * (x - ax) >= -1e-12 for x, y in points)
-    assert report_statistics.hull([(1.0, 2.0), (1.0, 2.0)]) == [(1.0, 2.0)]

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import os
 import socket
 import sys
 import threading
@@ -173,25 +172,6 @@ def test_a_run_that_would_end_too_late_is_given_up_and_the_others_end(scheduled,
         outcome, started, left = scheduled(names, parallel=3, steps=100, deadline=5500.0)
     assert sorted(outcome.pop("made")) == names[:2] and outcome == {"failed": [], "discarded": ["paced-200"]}
     assert started == names[:3] and left == ["paced-10.0.json", "paced-10.json"]
-
-
-def test_the_multi_process_service_is_started_and_ended(tmp_path, monkeypatch):
-    """A program of the same name stands in for NVIDIA's, which needs a GPU."""
-    from scheduling import multi_process_service
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="--mps needs nvidia-cuda-mps-control"), multi_process_service():
-        pass
-    program, calls = tmp_path / "nvidia-cuda-mps-control", tmp_path / "calls"
-    program.write_text(
-        f'#!/bin/sh\nif [ "$1" ]; then said=$1; else read said; fi\necho "$CUDA_MPS_PIPE_DIRECTORY $said" >> {calls}\n'
-    )
-    program.chmod(0o755)
-    with multi_process_service() as environment:
-        folder = environment["CUDA_MPS_PIPE_DIRECTORY"]
-        assert os.path.isdir(folder) and environment["LEARNING_MPS"] == "1"
-        assert calls.read_text().split() == [folder, "-d"]
-    assert calls.read_text().split() == [folder, "-d", folder, "quit"]
 
 
 def test_a_port_that_somebody_holds_or_was_promised_is_not_given():

@@ -35,12 +35,3 @@ def test_our_reward_gives_the_teachers_verdict_and_the_results_say_where_not(gra
 def test_the_other_graders_read_as_their_patterns_do(graders, name, right, wrong):
     grade = graders.graders()[f"lm-eval {name}"]
     assert all(grade(text, "72") for text in right) and not any(grade(text, "72") for text in wrong)
-
-
-def test_the_tables_are_printed_with_and_without_math_verify(graders, monkeypatch, capsys):
-    monkeypatch.setitem(graders.graders.__globals__, "graders", lambda: {"gsm8k_reward": lambda *_: False})
-    monkeypatch.setattr("sys.argv", ["graders.py", "--all"])
-    graders.main()
-    output = capsys.readouterr().out
-    assert "math-verify is not installed (pip install math-verify), and left out." in output
-    assert "| `` #### 72 `` | 72 | yes | **no** |  |" in output
