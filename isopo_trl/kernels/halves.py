@@ -1,18 +1,11 @@
 """Numbers in float16, and if asked for what that leaves out of them, in float16 as well: in one launch."""
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
-from transformers.utils import is_triton_available
 
-from .launch import Plan, is_here, jit, launch, takes
+from .launch import Plan, is_here, jit, launch, takes, tl
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Elements of a program and its warps: eight to a thread, so that it stores 16 bytes at once
 _BLOCK = 2048
