@@ -28,40 +28,13 @@ MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
 
 @jit(do_not_specialize=["m", "T", "n", "index", "splits", "parts"])
 def _elementwise_kernel(
-    v,
-    of_samples,
-    rows,
-    sums,
-    plus,
-    scratch,
-    out,
-    slots,
-    kept,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    T,
-    n,
-    index,
-    splits,
-    parts,
-    D: tl.constexpr,
-    SUMMED: tl.constexpr,
-    STORE: tl.constexpr,
-    NAMED: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    v, of_samples, rows, sums, plus, scratch, out, slots, kept,
+    counter, table, advantages, history, settings, names,
+    m, T, n, index, splits, parts,
+    D: tl.constexpr, SUMMED: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, VARIANT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BB: tl.constexpr,
-):
+):  # fmt: skip
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
     last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these

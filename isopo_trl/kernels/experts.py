@@ -26,33 +26,12 @@ _PARTS = 16
 
 @jit(do_not_specialize=["m", "count"])
 def _expert_overlap_kernel(
-    g,
-    a,
-    g_samples,
-    a_samples,
-    bounds,
-    samples,
-    sample_bounds,
-    norms,
-    m,
-    count,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    STRIDE_GS: tl.constexpr,
-    STRIDE_AS: tl.constexpr,
-    FROM_BEFORE: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-    ROW_P: tl.constexpr,
-    ROW_D: tl.constexpr,
-):
+    g, a, g_samples, a_samples, bounds, samples, sample_bounds, norms,
+    m, count,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_GS: tl.constexpr,
+    STRIDE_AS: tl.constexpr, FROM_BEFORE: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, ROW_P: tl.constexpr, ROW_D: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     s = tl.program_id(1)
     e = tl.program_id(2)
@@ -89,23 +68,12 @@ def _expert_overlap_kernel(
 
 @jit(do_not_specialize=["m"])
 def _expert_products_kernel(
-    g,
-    a,
-    bounds,
-    sums,
+    g, a, bounds, sums,
     m,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    BIAS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BP: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
+    PAIRS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     """`<V_es, V_es'>`: of every pair of sequences, or (not `PAIRS`) `|V_es|^2` in as many parts as programs share."""
     s = tl.program_id(1)
     e = tl.program_id(2)
@@ -146,28 +114,12 @@ def _expert_products_kernel(
 
 @jit(do_not_specialize=["m", "count", "parts", "index"])
 def _expert_coefficients_kernel(
-    norms,
-    samples,
-    sample_bounds,
-    sums,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    count,
-    parts,
-    index,
-    K: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
+    norms, samples, sample_bounds, sums,
+    counter, table, advantages, history, settings, names,
+    m, count, parts, index,
+    K: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     e = tl.program_id(0)
     s = tl.arange(0, BM)
     book = table, advantages, history, settings
@@ -212,21 +164,11 @@ def _expert_coefficients_kernel(
 
 @jit(do_not_specialize=["m", "S", "index"])
 def _expert_scale_kernel(
-    x,
-    plus,
-    out,
-    keys,
-    table,
-    m,
-    S,
-    index,
-    D: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STRIDE_PLUS: tl.constexpr,
-    PLUS: tl.constexpr,
-    BT: tl.constexpr,
+    x, plus, out, keys, table,
+    m, S, index,
+    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     real = row < S

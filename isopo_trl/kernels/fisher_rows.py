@@ -31,20 +31,10 @@ def _copy(x, out, row, slot, start, STRIDE, OUT, WIDTH, BLOCK):
 
 @jit()
 def _put_kernel(
-    x,
-    y,
-    x_out,
-    y_out,
-    source,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    STRIDE_X: tl.constexpr,
-    STRIDE_Y: tl.constexpr,
-    OUT_X: tl.constexpr,
-    OUT_Y: tl.constexpr,
-    BLOCKS_X: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, y, x_out, y_out, source,
+    X: tl.constexpr, Y: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, OUT_X: tl.constexpr,
+    OUT_Y: tl.constexpr, BLOCKS_X: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A program copies a block of features of the row that its slot gets, of one tensor or of the other."""
     slot = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -58,22 +48,10 @@ def _put_kernel(
 
 @jit()
 def _put_routed_kernel(
-    x,
-    y,
-    choices,
-    x_out,
-    y_out,
-    choices_out,
-    source,
-    places,
-    X: tl.constexpr,
-    Y: tl.constexpr,
-    STRIDE_X: tl.constexpr,
-    STRIDE_Y: tl.constexpr,
-    BLOCKS_X: tl.constexpr,
-    BLOCK: tl.constexpr,
-    K: tl.constexpr,
-):
+    x, y, choices, x_out, y_out, choices_out, source, places,
+    X: tl.constexpr, Y: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, BLOCKS_X: tl.constexpr,
+    BLOCK: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """The same for the rows of a position at each of the `K` experts that it was sent to."""
     place = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

@@ -14,16 +14,10 @@ _WARPS = 8
 
 @jit(do_not_specialize=["size"])
 def _halves_kernel(
-    values,
-    high,
-    low,
+    values, high, low,
     size,
-    FACTOR: tl.constexpr,
-    MOST: tl.constexpr,
-    REST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    FACTOR: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < size  # without a mask, a thread reads and writes its elements at once
     x = tl.load(values + at, mask=inside)

@@ -78,36 +78,13 @@ def _square_norm(g, a, row, G, A, P, D, BIAS, ACC, ROW_P, ROW_D):
 
 @jit(do_not_specialize=["m", "T", "n", "index"])
 def _overlap_kernel(
-    g,
-    a,
-    rows,
-    norms,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    T,
-    n,
-    index,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    BIAS: tl.constexpr,
-    FINISH: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BB: tl.constexpr,
-):
+    g, a, rows, norms,
+    counter, table, advantages, history, settings, names,
+    m, T, n, index,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     s = tl.program_id(1)
     blocks = tl.num_programs(0)
@@ -138,47 +115,14 @@ def _overlap_kernel(
 
 @jit(do_not_specialize=["m", "T", "n", "slots", "index"])
 def _overlap_with_rows_kernel(
-    g,
-    a,
-    g_samples,
-    a_samples,
-    g_out,
-    a_out,
-    source,
-    norms,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    T,
-    n,
-    slots,
-    index,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    BIAS: tl.constexpr,
-    FINISH: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BB: tl.constexpr,
-    STRIDE_GS: tl.constexpr,
-    STRIDE_AS: tl.constexpr,
-    STORE: tl.constexpr,
-    NAMED: tl.constexpr,
-    ROW_P: tl.constexpr,
-    ROW_D: tl.constexpr,
-):
+    g, a, g_samples, a_samples, g_out, a_out, source, norms,
+    counter, table, advantages, history, settings, names,
+    m, T, n, slots, index,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, STRIDE_GS: tl.constexpr,
+    STRIDE_AS: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, ROW_P: tl.constexpr, ROW_D: tl.constexpr,
+):  # fmt: skip
     """
     A program multiplies a block of a sequence's rows with a block of samples. Beside that, it has its share of single
     samples, whose norms it finds, and of slots, which it fills with rows of the batch.
@@ -220,20 +164,11 @@ def _overlap_with_rows_kernel(
 
 @jit(do_not_specialize=["m", "T", "index"])
 def _scale_kernel(
-    x,
-    plus,
-    out,
-    table,
-    m,
-    T,
-    index,
-    D: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STRIDE_PLUS: tl.constexpr,
-    PLUS: tl.constexpr,
-    BT: tl.constexpr,
+    x, plus, out, table,
+    m, T, index,
+    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     s = tl.program_id(2)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)

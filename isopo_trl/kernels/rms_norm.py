@@ -44,19 +44,10 @@ class Flavour(NamedTuple):
 
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x,
-    weight,
-    settings,
-    y,
-    scale,
+    x, weight, settings, y, scale,
     rows,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
-    ACC: tl.constexpr,
-    BR: tl.constexpr,
-    BD: tl.constexpr,
-):
+    D: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     d = tl.arange(0, BD)
     inside = (row < rows)[:, None] & (d < D)[None, :]
@@ -74,29 +65,11 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["T", "share", "stride_b", "stride_t", "stride_h"])
 def _backward_kernel(
-    x,
-    g,
-    weight,
-    scale,
-    slots,
-    dx,
-    sums,
-    of_samples,
-    T,
-    share,
-    stride_b,
-    stride_t,
-    stride_h,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    UNIT: tl.constexpr,
-    ACC: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    x, g, weight, scale, slots, dx, sums, of_samples,
+    T, share, stride_b, stride_t, stride_h,
+    H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr, SAMPLES: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     split = tl.program_id(0)
     s = tl.program_id(1)
     # Of an argument `tl.multiple_of` says nothing to the compiler, and eight numbers at once are read where it knows

@@ -41,29 +41,11 @@ def _rotate(x, out, row, stride, cos1, cos2, sin1, sin2, inside, HEADS, HALF, BA
 
 @jit(do_not_specialize=["T", "q_b", "q_h", "q_t", "k_b", "k_h", "k_t"])
 def _rotary_kernel(
-    q,
-    k,
-    cos,
-    sin,
-    q_out,
-    k_out,
-    T,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
-    EACH: tl.constexpr,
-    BACK: tl.constexpr,
-    UNIT: tl.constexpr,
-    ACC: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    q, k, cos, sin, q_out, k_out,
+    T, q_b, q_h, q_t, k_b, k_h, k_t,
+    Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, BACK: tl.constexpr, UNIT: tl.constexpr,
+    ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     # Of an argument `tl.multiple_of` says nothing to the compiler, and eight numbers at once are read where it knows
     q_b, q_h, q_t, k_b, k_h, k_t = q_b * UNIT, q_h * UNIT, q_t * UNIT, k_b * UNIT, k_h * UNIT, k_t * UNIT
     b = tl.program_id(1).to(tl.int64)

@@ -31,32 +31,12 @@ _FEW_PROGRAMS = 32
 
 @jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "size"])
 def _norm_kernel(
-    V,
-    sums,
-    norms,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    n,
-    blocks,
-    first,
-    chunks,
-    index,
-    size,
-    FINISH: tl.constexpr,
-    VARIANT: tl.constexpr,
-    NAMED: tl.constexpr,
-    ACC: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
-    BC: tl.constexpr,
-):
+    V, sums, norms,
+    counter, table, advantages, history, settings, names,
+    m, n, blocks, first, chunks, index, size,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     s = tl.program_id(1)
     e = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -96,31 +76,12 @@ def _sum_of_parts(sums, first, count, place, BM, BC):
 
 @jit(do_not_specialize=["m", "adds", "ends", "group", "index", "size"])
 def _ntk_kernel(
-    V,
-    sums,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    adds,
-    ends,
-    group,
-    index,
-    size,
-    FINISH: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BC: tl.constexpr,
-):
+    V, sums,
+    counter, table, advantages, history, settings, names,
+    m, adds, ends, group, index, size,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
     before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
