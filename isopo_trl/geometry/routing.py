@@ -200,8 +200,6 @@ def takes_grouped(x: torch.Tensor, columns: int) -> bool:
     """Whether PyTorch's grouped product does without a loop over experts; else they are padded to one length."""
     if x.dtype is not torch.bfloat16 or x.shape[1] % _ALIGNMENT or columns % _ALIGNMENT:
         return False
-    if not hasattr(torch.nn.functional, "grouped_mm"):  # before PyTorch 2.10
-        return False
     return not x.is_cuda or _is_new_enough(x.device)
 
 

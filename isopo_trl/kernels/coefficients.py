@@ -6,24 +6,17 @@ finish, which a counter finds, adds it all up in a fixed order and goes on to th
 depend on the order of execution.
 """
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers.utils import is_triton_available
 
 from ..geometry.cost import Needs
 from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
 from ..rules.rule import Coefficients, KernelForm, Rule
-from .launch import Fixed, Scratch, constant, jit, part_of, power_of_two, takes
+from .launch import Fixed, Scratch, constant, jit, part_of, power_of_two, takes, tl
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Largest tile of [sequences, samples], or of the partial sums of these, that a program holds
 LARGEST_TILE = 2**13
@@ -34,42 +27,19 @@ COUNTERS = 1024
 MOST_SHARED = 2**23
 
 # What a kernel is compiled for, one bit each
-_VARIANT = ("overlap", "norm", "ntk", "p", "q", "r", "regularized", "keep small", "paper")
-OVERLAP = constant(1 << _VARIANT.index("overlap"))
-NORM = constant(1 << _VARIANT.index("norm"))
-NTK = constant(1 << _VARIANT.index("ntk"))
-P = constant(1 << _VARIANT.index("p"))
-Q = constant(1 << _VARIANT.index("q"))
-R = constant(1 << _VARIANT.index("r"))
-REGULARIZED = constant(1 << _VARIANT.index("regularized"))
-KEEP_SMALL = constant(1 << _VARIANT.index("keep small"))
-PAPER = constant(1 << _VARIANT.index("paper"))
-
-# Places of the rule's numbers
-_SETTINGS = ("p", "q", "r", "lambda", "unscale", "factor", "layers")
-AT_P = constant(_SETTINGS.index("p"))
-AT_Q = constant(_SETTINGS.index("q"))
-AT_R = constant(_SETTINGS.index("r"))
-AT_LAMBDA = constant(_SETTINGS.index("lambda"))
-AT_UNSCALE = constant(_SETTINGS.index("unscale"))
-AT_FACTOR = constant(_SETTINGS.index("factor"))
-AT_LAYERS = constant(_SETTINGS.index("layers"))
-
+OVERLAP, NORM, NTK, P, Q, R, REGULARIZED, KEEP_SMALL, PAPER = (constant(1 << bit) for bit in range(9))
+# Places of the rule's numbers, as `_settings` has them
+AT_P, AT_Q, AT_R, AT_LAMBDA, AT_UNSCALE, AT_FACTOR, AT_LAYERS = map(constant, range(7))
 # Places in a layer's row of the history
 HISTORY_COLUMNS = constant(len(HISTORY))
-AT_FISHER_SQUARE = constant(HISTORY.index("fisher^2"))
-AT_NORM_SQUARE = constant(HISTORY.index("norm^2"))
-AT_RELATIVE_SQUARE = constant(HISTORY.index("relative^2"))
-AT_SCALE = constant(HISTORY.index("scale"))
-AT_MULTIPLIER = constant(HISTORY.index("multiplier"))
-AT_KNOWN = constant(HISTORY.index("known"))
-
+AT_FISHER_SQUARE, AT_NORM_SQUARE, AT_RELATIVE_SQUARE, AT_SCALE, AT_MULTIPLIER, AT_KNOWN = (
+    constant(HISTORY.index(name)) for name in ("fisher^2", "norm^2", "relative^2", "scale", "multiplier", "known")
+)
 # Rows of a layer's part of the table, `m` numbers each
 TABLE_ROWS = constant(len(Coefficients._fields))
-ROW_FISHER = constant(Coefficients._fields.index("fisher"))
-ROW_NORM = constant(Coefficients._fields.index("norm"))
-ROW_RAW = constant(Coefficients._fields.index("raw"))
-ROW_NOISE = constant(Coefficients._fields.index("noise"))
+ROW_FISHER, ROW_NORM, ROW_RAW, ROW_NOISE = (
+    constant(Coefficients._fields.index(name)) for name in ("fisher", "norm", "raw", "noise")
+)
 
 # Squares of what `below_noise` compares with, by the type of the sums
 NOISE_FLOAT32 = constant(noise_level(torch.float32) ** 2)
@@ -77,10 +47,7 @@ NOISE_FLOAT64 = constant(noise_level(torch.float64) ** 2)
 
 
 def statistics_are_in_kernels(x: torch.Tensor, sequences: int, samples: int, needs: Needs) -> bool:
-    """
-    Whether the kernels can take a tensor like `x` and so many sequences and samples, where a rule needs these
-    statistics, whatever it makes of them.
-    """
+    """Whether the kernels take a tensor like `x` and so many sequences and samples, where a rule has these needs."""
     if not takes(x):
         return False
     if power_of_two(sequences) * min(power_of_two(samples), MAX_SAMPLE_BLOCK) > LARGEST_TILE:
@@ -94,27 +61,26 @@ def rule_is_in_kernels(x: torch.Tensor, sequences: int, samples: int, rule: Rule
 
 
 def variant_of(rule: Rule) -> int:
-    """What the kernels are compiled for: the bits of `_VARIANT`; of a rule that they do not know, its statistics."""
+    """What the kernels are compiled for, bit by bit; of a rule that they do not know, its statistics."""
     if rule.kernel_form is None:  # it may have settings that cannot be hashed
-        return sum(bool(need) << bit for bit, need in enumerate(_measured(rule.needs)))
+        return _bits(rule.needs.overlap, rule.needs.norm, rule.needs.ntk)
     return _variant_of(rule)
-
-
-def _measured(needs: Needs) -> tuple[bool, bool, bool]:
-    """The statistics that kernels take, in the order of `_VARIANT`."""
-    return needs.overlap, needs.norm, needs.ntk
 
 
 @lru_cache(maxsize=256)
 def _variant_of(rule: Rule) -> int:
-    form = _form_of(rule)
+    needs, form = rule.needs, _form_of(rule)
     others = (form.regularization > 0, form.keep_small, rule.scale == "paper")
-    return sum(bool(trait) << bit for bit, trait in enumerate((*_measured(rule.needs), *form.exponents, *others)))
+    return _bits(needs.overlap, needs.norm, needs.ntk, *form.exponents, *others)
+
+
+def _bits(*traits: Any) -> int:
+    return sum(bool(trait) << bit for bit, trait in enumerate(traits))
 
 
 @lru_cache(maxsize=256)
 def _settings(rule: Rule, loss_scale: float, layers: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The rule's numbers, in the order of `_SETTINGS`: `unscale` and `factor` undo, and carry, the loss's constant."""
+    """The rule's numbers, in the order of their places; two of them undo, and carry, the loss's constant."""
     form = _form_of(rule)
     numbers = (*form.exponents, form.regularization, 1 / loss_scale, loss_scale**rule.degree, layers)
     return torch.tensor(numbers, device=device, dtype=dtype)
@@ -146,18 +112,16 @@ class KernelLedger(Scratch):
 
     def __init__(self, ledger: Ledger, names: torch.Tensor | None = None):
         super().__init__()
-        self.rule, self.table, self.advantages = ledger.rule, ledger.table, ledger.advantages
-        self.needs = ledger.rule.needs
-        self.variant = variant_of(ledger.rule)
-        advantages = ledger.advantages
+        rule, table, advantages, history = ledger.rule, ledger.table, ledger.advantages, ledger.history
+        self.table = table
+        self.needs, self.variant, self.named = rule.needs, variant_of(rule), names is not None
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
-        layers = len(ledger.table)
-        settings = ledger.history  # which nothing looks at, for a rule that the kernels do not know
-        if ledger.rule.kernel_form is not None:
-            settings = _settings(ledger.rule, ledger.loss_scale, layers, advantages.device, advantages.dtype)
-        self.named = names is not None
-        names = self.counter if names is None else names  # which nothing looks at
-        self.fixed = Fixed((self.counter, ledger.table, advantages, ledger.history, settings, names))
+        # Nothing looks at what is given in place of settings and names
+        settings = history
+        if rule.kernel_form is not None:
+            settings = _settings(rule, ledger.loss_scale, len(table), advantages.device, advantages.dtype)
+        names = self.counter if names is None else names
+        self.fixed = Fixed((self.counter, table, advantages, history, settings, names))
 
     def rows_like(self, x: torch.Tensor) -> torch.Tensor:
         """
@@ -177,30 +141,20 @@ class Entry(NamedTuple):
     """
     The coefficients `[m]` of a layer, or `[E, m]` of the experts of a stack, in a microbatch's table on the device. A
     kernel that finds them writes them there, and one that multiplies by them reads them there.
-
-    Args:
-        ledger ([`KernelLedger`]): the microbatch's.
-        first (`int`): the layer, or the first expert.
     """
 
     ledger: KernelLedger
-    first: int
+    first: int  # the layer, or the first expert
 
 
 class Overlaps(NamedTuple):
-    """
-    What a kernel has found of a layer's overlaps, for one that goes on to the coefficients.
+    """What a kernel has found of a layer's overlaps, for one that goes on to the coefficients."""
 
-    Args:
-        sums (`torch.Tensor`): squared norms of the samples' gradients, `[n]`, and behind them the overlaps by blocks
-            of positions, `[m, blocks, n]`.
-        samples (`int`): number of samples, n.
-        named (`bool`): whether these are rows of the step before, with names.
-    """
-
+    # Squared norms of the samples' gradients, `[n]`, and behind them the overlaps by blocks of positions,
+    # `[m, blocks, n]`
     sums: torch.Tensor
-    samples: int
-    named: bool = False
+    samples: int  # n
+    named: bool = False  # whether these are rows of the step before, with names
 
     def statistics(self, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The overlaps `[n, m]` and the samples' squared norms `[n]`, for a rule that the kernels do not know."""
@@ -226,9 +180,7 @@ def _is_last(counter, total):
 
 
 @jit()
-def _fisher_square(
-    partial, norms, names, m, n, blocks, NAMED: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr
-):
+def _fisher_square(partial, norms, names, m, n, blocks, NAMED, BM, BB, BN):
     """
     `F_s^2` `[BM]` from overlaps `partial` `[m, blocks, n]`, to be added over the blocks, and the squared norms of the
     samples' gradients, `norms` `[n]`; and whether any sample has a gradient. If `NAMED`, samples with a sequence's own
@@ -253,7 +205,7 @@ def _fisher_square(
 
 
 @jit()
-def _counted(of_samples, of_sequences, j, s, n, m, NAMED: tl.constexpr):
+def _counted(of_samples, of_sequences, j, s, n, m, NAMED):
     """`[BM, BN]`, whether samples `j` count in the norms of sequences `s`: where their names are not the same."""
     if NAMED:
         sample = tl.load(of_samples + j, mask=j < n, other=0)
@@ -270,7 +222,7 @@ def _mean_over(x, alive):
 
 
 @jit()
-def _part(x, exponent, level, VARIANT: tl.constexpr):
+def _part(x, exponent, level, VARIANT):
     """`reg2(x)^exponent`, and 0 where `reg2(x)` is 0."""
     if VARIANT & REGULARIZED:
         if VARIANT & KEEP_SMALL:
@@ -286,7 +238,7 @@ def _known_or(known, history, own):
 
 
 @jit()
-def _below_noise(x, m, known, history, ACC: tl.constexpr):
+def _below_noise(x, m, known, history, ACC):
     """Which of the norms `x` `[BM]` of m sequences cannot be told from rounding, see [`~geometry.guarded`]."""
     square = x * x
     level = tl.sum(tl.where(square < float("inf"), square, 0.0), 0) / m
@@ -298,26 +250,14 @@ def _below_noise(x, m, known, history, ACC: tl.constexpr):
 
 
 @jit()
-def _non_interacting(
-    fisher_square,
-    informed,
-    norm_square,
-    m,
-    index,
-    table,
-    advantages,
-    history,
-    settings,
-    BM: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-):
+def _non_interacting(fisher_square, informed, norm_square, m, index, book, BM, VARIANT, ACC):
     """
     The power rules for all sequences; writes the layer's row of the table.
 
-    `VARIANT` is `variant_of` the rule, `ACC` the type in which the statistics were summed; `history`, `settings` and
-    `table` are laid out as the constants above say.
+    `VARIANT` is `variant_of` the rule, `ACC` the type in which the statistics were summed; `book` is the table,
+    advantages, history and settings, laid out as the constants above say.
     """
+    table, advantages, history, settings = book
     s = tl.arange(0, BM)
     present = s < m
     history += index * HISTORY_COLUMNS
@@ -378,24 +318,14 @@ def _non_interacting(
 
 
 @jit()
-def _interacting(
-    ntk,
-    m,
-    index,
-    table,
-    advantages,
-    history,
-    settings,
-    BM: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-):
+def _interacting(ntk, m, index, book, BM, VARIANT, ACC):
     """
     The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table, and the kernel behind the table.
 
     The inverse of `K / c0 + I` by sweeps, without pivoting, which it does not need: it is positive definite and its
     smallest eigenvalue is 1. A sweep leaves the matrix symmetric, so that a step looks for a row and for no column.
     """
+    table, advantages, history, settings = book
     s = tl.arange(0, BM)
     present = s < m
     diagonal = s[:, None] == s[None, :]
@@ -430,3 +360,11 @@ def _interacting(
     tl.store(table + ROW_NORM * m + s, N, mask=present)
     tl.store(table + ROW_RAW * m + s, tl.zeros((BM,), tl.float64), mask=present)
     tl.store(table + ROW_NOISE * m + s, noise.to(tl.float64), mask=present)
+
+
+@jit()
+def _finish(counter, programs, norms, names, m, n, blocks, index, book, NAMED, VARIANT, ACC, BM, BB, BN):
+    """The last of so many programs makes the coefficients of the overlaps, which are behind the samples' `norms`."""
+    if _is_last(counter, programs):
+        fisher_square, informed = _fisher_square(norms + n, norms, names, m, n, blocks, NAMED, BM, BB, BN)
+        _non_interacting(fisher_square, informed, tl.zeros((BM,), tl.float64), m, index, book, BM, VARIANT, ACC)

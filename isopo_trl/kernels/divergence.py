@@ -1,18 +1,11 @@
 """KL divergences of distributions over the vocabulary, from logits, in one launch."""
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
-from transformers.utils import is_triton_available
 
-from .launch import Plan, is_here, jit, launch, power_of_two, takes
+from .launch import Plan, is_here, jit, launch, power_of_two, takes, tl
 
-
-if is_triton_available():
-    import triton.language as tl
 
 _BLOCK = 4096
 

@@ -1,12 +1,8 @@
 """Everything of one elementwise parameter (a norm's scale, a bias) in one launch."""
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
-from transformers.utils import is_triton_available
 
 from ..geometry.cost import Needs
 from ..geometry.sequences import SampleRows, Samples, Sequences
@@ -23,11 +19,8 @@ from .coefficients import (
     _non_interacting,
     tiles,
 )
-from .launch import Plan, jit, launch, power_of_two, types_of
+from .launch import Plan, jit, launch, power_of_two, tl, types_of
 
-
-if is_triton_available():
-    import triton.language as tl
 
 _FEATURE_BLOCK = 64
 MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
@@ -35,40 +28,13 @@ MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
 
 @jit(do_not_specialize=["m", "T", "n", "index", "splits", "parts"])
 def _elementwise_kernel(
-    v,
-    of_samples,
-    rows,
-    sums,
-    plus,
-    scratch,
-    out,
-    slots,
-    kept,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    T,
-    n,
-    index,
-    splits,
-    parts,
-    D: tl.constexpr,
-    SUMMED: tl.constexpr,
-    STORE: tl.constexpr,
-    NAMED: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    v, of_samples, rows, sums, plus, scratch, out, slots, kept,
+    counter, table, advantages, history, settings, names,
+    m, T, n, index, splits, parts,
+    D: tl.constexpr, SUMMED: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, VARIANT: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BB: tl.constexpr,
-):
+):  # fmt: skip
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
     last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these
@@ -144,12 +110,13 @@ def _elementwise_kernel(
             tl.store(ntk + block * BM * BM + q[:, None] * BM + q[None, :], products)
 
         if _is_last(counter, blocks):
+            book = table, advantages, history, settings
             if VARIANT & NTK:
                 kernel = tl.zeros((BM, BM), tl.float64)
                 for b in range(blocks):
                     place = b * BM * BM + q[:, None] * BM + q[None, :]
                     kernel += tl.load(ntk + place, cache_modifier=".cg")
-                _interacting(kernel, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
+                _interacting(kernel, m, index, book, BM, VARIANT, ACC)
             if VARIANT & (OVERLAP | NORM):
                 fisher_square = tl.zeros((BM,), tl.float64)
                 norm_square = tl.zeros((BM,), tl.float64)
@@ -167,20 +134,7 @@ def _elementwise_kernel(
                         tl.store(norms + j, weight, mask=j < n)
                     tl.debug_barrier()
                     fisher_square, informed = _fisher_square(partial, norms, names, m, n, blocks, NAMED, BM, BB, BN)
-                _non_interacting(
-                    fisher_square,
-                    informed,
-                    norm_square,
-                    m,
-                    index,
-                    table,
-                    advantages,
-                    history,
-                    settings,
-                    BM,
-                    VARIANT,
-                    ACC,
-                )
+                _non_interacting(fisher_square, informed, norm_square, m, index, book, BM, VARIANT, ACC)
             tl.debug_barrier()
             c = tl.load(table + index * TABLE_ROWS * m + q, mask=q < m, other=0.0, cache_modifier=".cg")
             for start in range(0, D, BD):
@@ -194,19 +148,10 @@ def _elementwise_kernel(
 
 @lru_cache(maxsize=4096)
 def _elementwise_plan(
-    m: int,
-    T: int,
-    n: int,
-    D: int,
-    summed: bool,
-    store: bool,
-    named: bool,
-    needs: Needs,
-    variant: int,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    sizes: tuple[int, ...], needs: Needs, traits: tuple, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> tuple[Plan, int, int]:
     """The plan, splits of the rows of a sequence, and size of the scratch memory."""
+    m, T, n, D = sizes
     BD = min(max(16, power_of_two(D)), _FEATURE_BLOCK)
     blocks = -(-D // BD)
     BM, BN, BB = tiles(m, n, blocks)
@@ -215,7 +160,8 @@ def _elementwise_plan(
     acc, _ = types_of(dtypes[0])
     size = (m + 1) * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
     precision = "ieee" if acc == tl.float64 else "tf32x3"
-    constants = (D, summed, store, named, variant, acc, precision, 64, BD, BM, BN, BB)
+    summed = traits[0]
+    constants = (D, *traits, acc, precision, 64, BD, BM, BN, BB)
     return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
 
 
@@ -247,22 +193,19 @@ def elementwise_gradient(
     m, T, D = sequences.count, sequences.length, v.shape[1]
     n = 0 if samples is None else samples.number
     summed = sums is not None
-    of_samples = samples.g if isinstance(samples, SampleRows) else v
+    of_samples, rows, named = v, ledger.counter, False
+    if isinstance(samples, SampleRows):
+        of_samples, rows, named = samples.g, _numbers(n, v.device), ledger.named
+    elif samples is not None:
+        rows = samples.order if summed else samples.present
     kept, slots = (ledger.counter, ledger.counter) if into is None else into
     dtypes = (v.dtype, dtype, of_samples.dtype, kept.dtype)
-    named = ledger.named and isinstance(samples, SampleRows)
-    shape = (m, T, n, D, summed, into is not None, named)
-    plan, splits, size = _elementwise_plan(*shape, ledger.needs, ledger.variant, dtypes, v.device)
+    traits = (summed, into is not None, named, ledger.variant)
+    plan, splits, size = _elementwise_plan((m, T, n, D), ledger.needs, traits, dtypes, v.device)
     if sums is None:
         sums = ledger.scratch(v, "sums", m, splits, D)
     else:
         splits = sums.shape[1]
-    if samples is None:
-        rows = ledger.counter
-    elif isinstance(samples, SampleRows):
-        rows = _numbers(n, v.device)
-    else:
-        rows = samples.order if summed else samples.present
     out = v.new_empty(D, dtype=dtype)
     parts = 0 if plus is None else len(plus)
     memory = ledger.scratch(v, "elementwise", size)

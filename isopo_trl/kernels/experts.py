@@ -6,24 +6,16 @@ piece, whose length only the device knows: programs read it there, and the host 
 depends neither on that nor on the number of experts.
 """
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
-from transformers.utils import is_triton_available
 
 from ..geometry.routing import Routing
 from ..geometry.sequences import SampleRows, Samples
 from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, Entry, _counted, _interacting, _non_interacting, tiles
-from .fisher_rows import LARGE_BLOCK, _square_sum
-from .launch import Plan, jit, launch, part_of, power_of_two, types_of
-from .linear import _by_row, _pipeline, _row_products
+from .launch import Plan, jit, launch, part_of, power_of_two, tl, types_of
+from .linear import _by_row, _products, _row_blocks, _square_norm, _steps
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Rows that a program multiplies at once, with samples or with other rows
 _ROWS = 64
@@ -34,33 +26,12 @@ _PARTS = 16
 
 @jit(do_not_specialize=["m", "count"])
 def _expert_overlap_kernel(
-    g,
-    a,
-    g_samples,
-    a_samples,
-    bounds,
-    samples,
-    sample_bounds,
-    norms,
-    m,
-    count,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    STRIDE_GS: tl.constexpr,
-    STRIDE_AS: tl.constexpr,
-    FROM_BEFORE: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-    ROW_P: tl.constexpr,
-    ROW_D: tl.constexpr,
-):
+    g, a, g_samples, a_samples, bounds, samples, sample_bounds, norms,
+    m, count,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_GS: tl.constexpr,
+    STRIDE_AS: tl.constexpr, FROM_BEFORE: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, ROW_P: tl.constexpr, ROW_D: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     s = tl.program_id(1)
     e = tl.program_id(2)
@@ -77,15 +48,10 @@ def _expert_overlap_kernel(
         for begin in range(first + part * BT, end, parts * BT):
             row = begin + tl.arange(0, BT)
             real = row < end
-            left = _row_products(
-                g, STRIDE_G, row, real, g_samples, STRIDE_GS, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION
+            products = _products(
+                *(row, real, sample, have, tl.zeros((BT, BN), ACC), g, a, g_samples, a_samples),
+                *(P, D, STRIDE_G, STRIDE_A, STRIDE_GS, STRIDE_AS, BIAS, BP, BD, PRECISION),
             )
-            right = _row_products(
-                a, STRIDE_A, row, real, a_samples, STRIDE_AS, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION
-            )
-            if BIAS:
-                right += 1.0
-            products = left * right
             total += tl.sum(products, 0)
             if not FROM_BEFORE:
                 # A sample's own norm is its product with itself, in the one program that has it among its rows
@@ -96,32 +62,18 @@ def _expert_overlap_kernel(
     if FROM_BEFORE:  # samples are rows of tensors of their own, and each program has its share of their norms
         for q in range(tl.load(sample_bounds + e) + s * parts + part, last_sample, m * parts):
             of_sample = tl.load(samples + q)
-            own = _square_sum(a_samples + of_sample * STRIDE_AS, ACC, D, ROW_D)
-            if BIAS:
-                own += 1.0
-            own *= _square_sum(g_samples + of_sample * STRIDE_GS, ACC, P, ROW_P)
+            own = _square_norm(g_samples, a_samples, of_sample, STRIDE_GS, STRIDE_AS, P, D, BIAS, ACC, ROW_P, ROW_D)
             tl.store(norms + q, own)
 
 
 @jit(do_not_specialize=["m"])
 def _expert_products_kernel(
-    g,
-    a,
-    bounds,
-    sums,
+    g, a, bounds, sums,
     m,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    BIAS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BP: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
+    PAIRS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     """`<V_es, V_es'>`: of every pair of sequences, or (not `PAIRS`) `|V_es|^2` in as many parts as programs share."""
     s = tl.program_id(1)
     e = tl.program_id(2)
@@ -146,15 +98,11 @@ def _expert_products_kernel(
         for j in range(tl.where(other == s, i, first_other), end_other, BT):
             column = j + tl.arange(0, BT)
             have = column < end_other
-            left = _row_products(
-                g, STRIDE_G, row, real, g, STRIDE_G, column, have, tl.zeros((BT, BT), ACC), P, BP, PRECISION
+            products = _products(
+                *(row, real, column, have, tl.zeros((BT, BT), ACC), g, a, g, a),
+                *(P, D, STRIDE_G, STRIDE_A, STRIDE_G, STRIDE_A, BIAS, BP, BD, PRECISION),
             )
-            right = _row_products(
-                a, STRIDE_A, row, real, a, STRIDE_A, column, have, tl.zeros((BT, BT), ACC), D, BD, PRECISION
-            )
-            if BIAS:
-                right += 1.0
-            total += tl.sum(left * right, 1) * tl.where((other == s) & (j > i), 2.0, 1.0).to(ACC)
+            total += tl.sum(products, 1) * tl.where((other == s) & (j > i), 2.0, 1.0).to(ACC)
     value = tl.sum(total, 0)
     if PAIRS:
         if other >= s:
@@ -166,34 +114,19 @@ def _expert_products_kernel(
 
 @jit(do_not_specialize=["m", "count", "parts", "index"])
 def _expert_coefficients_kernel(
-    norms,
-    samples,
-    sample_bounds,
-    sums,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    count,
-    parts,
-    index,
-    K: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
+    norms, samples, sample_bounds, sums,
+    counter, table, advantages, history, settings, names,
+    m, count, parts, index,
+    K: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
     BC: tl.constexpr,
-):
+):  # fmt: skip
     e = tl.program_id(0)
     s = tl.arange(0, BM)
+    book = table, advantages, history, settings
     if VARIANT & NTK:
         inside = (s < m)[:, None] & (s < m)[None, :]
         ntk = tl.load(sums + (e * m + s[:, None]) * m + s[None, :], mask=inside, other=0.0).to(tl.float64)
-        _interacting(ntk, m, index + e, table, advantages, history, settings, BM, VARIANT, ACC)
+        _interacting(ntk, m, index + e, book, BM, VARIANT, ACC)
     else:
         fisher_square = tl.zeros((BM,), tl.float64)
         norm_square = tl.zeros((BM,), tl.float64)
@@ -226,39 +159,16 @@ def _expert_coefficients_kernel(
                 inside = (s < m)[:, None] & (b < parts)[None, :]
                 at = (e * m + s[:, None]) * parts + b[None, :]
                 norm_square += tl.sum(tl.load(sums + at, mask=inside, other=0.0).to(tl.float64), 1)
-        _non_interacting(
-            fisher_square,
-            informed,
-            norm_square,
-            m,
-            index + e,
-            table,
-            advantages,
-            history,
-            settings,
-            BM,
-            VARIANT,
-            ACC,
-        )
+        _non_interacting(fisher_square, informed, norm_square, m, index + e, book, BM, VARIANT, ACC)
 
 
 @jit(do_not_specialize=["m", "S", "index"])
 def _expert_scale_kernel(
-    x,
-    plus,
-    out,
-    keys,
-    table,
-    m,
-    S,
-    index,
-    D: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STRIDE_PLUS: tl.constexpr,
-    PLUS: tl.constexpr,
-    BT: tl.constexpr,
+    x, plus, out, keys, table,
+    m, S, index,
+    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     real = row < S
@@ -281,58 +191,31 @@ def _expert_scale_kernel(
 
 @lru_cache(maxsize=4096)
 def _overlap_plan(
-    m: int,
-    E: int,
-    parts: int,
-    shape: tuple[int, int, int, int, int, int],
-    from_before: bool,
-    bias: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    grid: tuple[int, int, int], shape: tuple[int, ...], traits: tuple, dtype: torch.dtype, device: torch.device
 ) -> Plan:
     P, D = shape[:2]
-    width, stages = _pipeline(dtype, device, _ROWS + _SAMPLES)
-    widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
-    of_row = (min(power_of_two(P), LARGE_BLOCK), min(power_of_two(D), LARGE_BLOCK))
-    constants = (*shape, from_before, bias, *types_of(dtype), _ROWS, _SAMPLES, *widths, *of_row)
-    return Plan((parts, m, E), constants, {"num_warps": 4, "num_stages": stages})
+    widths, options = _steps(P, D, dtype, device, _ROWS + _SAMPLES)
+    constants = (*shape, *traits, *types_of(dtype), _ROWS, _SAMPLES, *widths, *_row_blocks(P, D))
+    return Plan(grid, constants, options)
 
 
 @lru_cache(maxsize=4096)
 def _products_plan(
-    m: int,
-    E: int,
-    parts: int,
-    shape: tuple[int, int, int, int],
-    bias: bool,
-    pairs: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+    grid: tuple[int, int, int], shape: tuple[int, ...], traits: tuple, dtype: torch.dtype, device: torch.device
 ) -> Plan:
-    P, D, _, _ = shape
-    width, stages = _pipeline(dtype, device, 2 * _ROWS)
-    widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
-    constants = (*shape, bias, pairs, *types_of(dtype), _ROWS, *widths)
-    return Plan((m if pairs else parts, m, E), constants, {"num_warps": 4, "num_stages": stages})
+    P, D = shape[:2]
+    widths, options = _steps(P, D, dtype, device, 2 * _ROWS)
+    return Plan(grid, (*shape, *traits, *types_of(dtype), _ROWS, *widths), options)
 
 
 @lru_cache(maxsize=4096)
-def _coefficients_plan(
-    m: int, E: int, parts: int, k: int, variant: int, dtype: torch.dtype, device: torch.device
-) -> Plan:
+def _coefficients_plan(m: int, E: int, parts: int, traits: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
     BM, BN, BB = tiles(m, _SAMPLES, parts)
-    return Plan((E, 1, 1), (k, variant, types_of(dtype)[0], BM, BN, BB, power_of_two(parts)))
+    return Plan((E, 1, 1), (*traits, types_of(dtype)[0], BM, BN, BB, power_of_two(parts)))
 
 
 @lru_cache(maxsize=4096)
-def _scale_plan(
-    S: int,
-    D: int,
-    strides: tuple[int, int],
-    adds: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
-) -> Plan:
+def _scale_plan(S: int, D: int, strides: tuple[int, int], adds: bool, dtypes: tuple, device: torch.device) -> Plan:
     BD = min(power_of_two(D), 1024)
     BT = part_of(2**13, BD, S)
     return Plan((-(-S // BT), -(-D // BD), 1), (D, *strides, adds, BT, BD))
@@ -359,7 +242,7 @@ def expert_coefficients(
         entry ([`Entry`]): where the coefficients go.
     """
     ledger, index = entry
-    needs = ledger.rule.needs
+    needs = ledger.needs
     if not any(needs):  # they are there already
         return entry
     g, a = _by_row(g), _by_row(a)
@@ -381,14 +264,15 @@ def expert_coefficients(
         count = len(rows)
         norms = ledger.scratch(g, "overlaps of experts", (m * parts + 1) * count)
         strides = (g_samples.stride(-2), a_samples.stride(-2))  # `[n, k, ...]` is `[n k, ...]`
-        plan = _overlap_plan(m, E, parts, (*shape, *strides), from_before, bias, g.dtype, g.device)
+        plan = _overlap_plan((parts, m, E), (*shape, *strides), (from_before, bias), g.dtype, g.device)
         tensors = (g, a, g_samples, a_samples, bounds, rows, sample_bounds, norms)
         launch(_expert_overlap_kernel, plan, tensors, (m, count))
     if needs.norm or needs.ntk:
-        sums = ledger.scratch(g, "products of experts", E * m * (m if needs.ntk else parts))
-        plan = _products_plan(m, E, parts, shape, bias, needs.ntk, g.dtype, g.device)
+        programs = m if needs.ntk else parts
+        sums = ledger.scratch(g, "products of experts", E * m * programs)
+        plan = _products_plan((programs, m, E), shape, (bias, needs.ntk), g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
-    plan = _coefficients_plan(m, E, parts, k, ledger.variant, g.dtype, g.device)
+    plan = _coefficients_plan(m, E, parts, (k, ledger.variant), g.dtype, g.device)
     of_all = (norms, rows, sample_bounds, sums)
     launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index), ledger.fixed)
     return entry

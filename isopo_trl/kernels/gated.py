@@ -5,19 +5,15 @@ With `s = sigmoid(gate)`, the gradients are `dup = g silu(gate)` and `dgate = g 
 between two of PyTorch's operations is rounded as it is there.
 """
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
 from transformers.utils import is_triton_available
 
-from .launch import INTERPRET, Plan, constant, jit, launch, types_of
+from .launch import INTERPRET, Plan, constant, jit, launch, tl, types_of
 
 
 if is_triton_available():
-    import triton.language as tl
     from triton.language.extra import libdevice
 
 # Of a program
@@ -43,7 +39,7 @@ def _ratio(x, y):
 
 
 @jit()
-def _rounded(x, out, ACC: tl.constexpr):
+def _rounded(x, out, ACC):
     return x.to(out.dtype.element_ty).to(ACC)
 
 

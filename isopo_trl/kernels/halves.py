@@ -1,18 +1,11 @@
 """Numbers in float16, and if asked for what that leaves out of them, in float16 as well: in one launch."""
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
-from transformers.utils import is_triton_available
 
-from .launch import Plan, is_here, jit, launch, takes
+from .launch import Plan, is_here, jit, launch, takes, tl
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Elements of a program and its warps: eight to a thread, so that it stores 16 bytes at once
 _BLOCK = 2048
@@ -21,16 +14,10 @@ _WARPS = 8
 
 @jit(do_not_specialize=["size"])
 def _halves_kernel(
-    values,
-    high,
-    low,
+    values, high, low,
     size,
-    FACTOR: tl.constexpr,
-    MOST: tl.constexpr,
-    REST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    FACTOR: tl.constexpr, MOST: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = None if WHOLE else at < size  # without a mask, a thread reads and writes its elements at once
     x = tl.load(values + at, mask=inside)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from ..geometry.statistics import accumulation_dtype
 if is_triton_available():
     import triton
     import triton.language as tl
+else:  # where kernels are nothing but functions with signatures
+    tl = SimpleNamespace(constexpr=None)
 
 ENABLED = is_triton_available() and os.environ.get("ISOPO_DISABLE_TRITON", "0") != "1"
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -107,20 +110,12 @@ def constant(value: float) -> Any:
 
 
 class Direct(NamedTuple):
-    """
-    A compiled kernel's own launcher, past what Triton asks and prepares at each launch.
+    """A compiled kernel's own launcher, past what Triton asks and prepares at each launch."""
 
-    Args:
-        run (`Callable`): `run(*grid, stream, *behind, *arguments)`.
-        stream_of (`Callable`): the stream of a device that work goes to now.
-        device (`int`): the device that the kernel was compiled on.
-        behind (`tuple`): function and metadata, and nothing for hooks.
-    """
-
-    run: Callable
-    stream_of: Callable[[int], int]
-    device: int
-    behind: tuple
+    run: Callable  # `run(*grid, stream, *behind, *arguments)`
+    stream_of: Callable[[int], int]  # the stream of a device that work goes to now
+    device: int  # that the kernel was compiled on
+    behind: tuple  # function and metadata, and nothing for hooks
 
     @classmethod
     def of(cls, compiled: Any) -> "Direct | None":
@@ -128,25 +123,21 @@ class Direct(NamedTuple):
         try:
             run, active = compiled.run, triton.runtime.driver.active
             behind = (compiled.function, compiled.packed_metadata, None, None, None)
-            direct = cls(run, active.get_current_stream, active.get_current_device(), behind)
+            if tuple(inspect.signature(run).parameters) not in _LAUNCHERS:
+                return None
             hooks_are_set()
-            return direct._past_python() if tuple(inspect.signature(run).parameters) in _LAUNCHERS else None
+            kind: Any = type(run)
+            if _only_makes_memory(kind) and not (run.global_scratch_size or run.profile_scratch_size):
+                # What it calls in the end, with no memory
+                function, *others = behind
+                behind = (function, run.launch_cooperative_grid, run.launch_pdl, None, None, *others)
+                run = run.launch
+            return cls(run, active.get_current_stream, active.get_current_device(), behind)
         except (AttributeError, TypeError, ValueError):
             return None
 
-    def _past_python(self) -> "Direct":
-        """What a launcher in Python calls in the end, where it is known that there is nothing else for it to do."""
-        launcher: Any = self.run
-        kind: Any = type(launcher)
-        scratches = _scratches(kind)
-        if scratches is None or any(getattr(launcher, f"{name}_size") for name in scratches):
-            return self
-        function, *others = self.behind
-        settings = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        return self._replace(run=launcher.launch, behind=(function, *settings, *(None for _ in scratches), *others))
 
-
-# What launchers take. The first is that of Triton 3.4 to 3.6, where `args` begins with what the second names
+# What launchers take. The first is that of Triton 3.6, where `args` begins with what the second names
 _LAUNCHERS = (
     ("gridX", "gridY", "gridZ", "stream", "function", "args"),
     (
@@ -157,65 +148,40 @@ _LAUNCHERS = (
 
 
 @lru_cache
-def _scratches(kind: Any) -> tuple[str, ...] | None:
-    """The memory that launchers of a `kind` make for a kernel that asks for it; `None` for other kinds."""
+def _only_makes_memory(kind: Any) -> bool:
+    """Whether launchers of a `kind` make memory for a kernel that asks for it and go on in C, as in Triton 3.6."""
     try:
         source = " ".join(inspect.getsource(kind.__call__).split())
     except (OSError, TypeError, AttributeError):
-        return None
-    for scratches in (("global_scratch",), ("global_scratch", "profile_scratch")):  # Triton 3.4; 3.5 and 3.6
-        settings = "self.launch_cooperative_grid, self.launch_pdl"
-        if f"self.launch(gridX, gridY, gridZ, stream, function, {settings}, {', '.join(scratches)}, *args)" in source:
-            return scratches
-    return None
+        return False
+    settings = "self.launch_cooperative_grid, self.launch_pdl, global_scratch, profile_scratch"
+    return f"self.launch(gridX, gridY, gridZ, stream, function, {settings}, *args)" in source
 
 
 def hooks_are_set() -> bool:
     """Whether somebody, such as Triton's profiler, wants to be told of launches."""
     runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    # A chain of hooks is always there; in Triton 3.4 there is one hook or none
-    if enter is not None and getattr(enter, "calls", True):
-        return True
-    return bool(leave is not None and getattr(leave, "calls", True))
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 @dataclass
 class Plan:
-    """
-    All that a launch takes beside its tensors and numbers, worked out once for each shape.
+    """All that a launch takes beside its tensors and numbers, worked out once for each shape."""
 
-    Args:
-        grid (`tuple[int, int, int]`): number of programs.
-        constants (`tuple`): what the kernel is compiled for.
-        options (`dict`): warps and stages.
-        run (`Any`): launches the compiled kernel; there once it has been launched the usual way.
-        direct ([`Direct`], *optional*): does the same in less time, but calls no hooks.
-    """
-
-    grid: tuple[int, int, int]
-    constants: tuple
+    grid: tuple[int, int, int]  # number of programs
+    constants: tuple  # what the kernel is compiled for
     options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
-    run: Any = None
-    direct: Direct | None = None
+    run: Any = None  # launches the compiled kernel; there once it has been launched the usual way
+    direct: Direct | None = None  # does the same in less time, but calls no hooks
 
 
-@dataclass(frozen=True)
 class Fixed:
-    """
-    Tensors that many launches take, behind their own.
+    """Tensors that many launches take, behind their own."""
 
-    Args:
-        tensors (`tuple[torch.Tensor, ...]`): the tensors.
-    """
-
-    tensors: tuple[torch.Tensor, ...] = ()
-    pointers: list[int] = field(init=False)
-    aligned: bool = field(init=False)
-
-    def __post_init__(self):
-        object.__setattr__(self, "pointers", [x.data_ptr() for x in self.tensors])
-        object.__setattr__(self, "aligned", all(pointer & 15 == 0 for pointer in self.pointers))
+    def __init__(self, tensors: tuple[torch.Tensor, ...] = ()):
+        self.tensors = tensors
+        self.pointers = [x.data_ptr() for x in tensors]
+        self.aligned = all(pointer & 15 == 0 for pointer in self.pointers)
 
 
 NOTHING = Fixed()

@@ -1,47 +1,34 @@
 """
-Kernels of linear layers: overlaps between rows with the coefficients in one launch, and the scaling of rows.
+Kernels of linear layers: overlaps between rows with the coefficients in one launch, and the scaling of rows. Where
+samples are rows of the step before, the first also finds their norms, and copies the rows that this step keeps.
 
 Functions do what their counterparts in plain PyTorch do ([`~geometry.statistics`]), which stay the reference and take
 over elsewhere. Rows must be those of a padded batch: row `s T + t` is position `t` of sequence `s`.
 """
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from transformers.utils import is_triton_available
 
-from ..geometry.sequences import Samples, Sequences
-from .coefficients import TABLE_ROWS, Entry, Overlaps, _fisher_square, _is_last, _non_interacting, tiles
-from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, shared_memory, types_of
+from ..geometry.sequences import SampleRows, Samples, Sequences
+from .coefficients import TABLE_ROWS, Entry, Overlaps, _finish, tiles
+from .fisher_rows import _KEEP, Into, _copy
+from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, shared_memory, tl, types_of
 
 
-if is_triton_available():
-    import triton.language as tl
+# Rows that a program multiplies at once with samples
+_ROWS = 64
+# Elements of a row that a program reads at once, for its norm or a copy
+_LARGE_BLOCK = 4096
 
 
 @jit()
-def _row_products(
-    x,
-    stride: tl.constexpr,
-    row,
-    real,
-    y,
-    sample_stride: tl.constexpr,
-    sample,
-    have,
-    acc,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _row_products(x, STRIDE, row, real, y, STRIDE_Y, sample, have, acc, WIDTH, BLOCK, PRECISION):
     """`acc + x[row] . y[sample]`, `[rows, samples]`."""
     k = tl.arange(0, BLOCK)
-    rows = x + row[:, None] * stride + k[None, :]
-    samples = y + sample[None, :] * sample_stride + k[:, None]
+    rows = x + row[:, None] * STRIDE + k[None, :]
+    samples = y + sample[None, :] * STRIDE_Y + k[:, None]
     for start in range(0, WIDTH, BLOCK):
         if WIDTH % BLOCK == 0:
             left = tl.load(rows, mask=real[:, None], other=0.0)
@@ -56,38 +43,48 @@ def _row_products(
     return acc
 
 
+@jit()
+def _products(row, real, sample, have, zeros, g, a, of_g, of_a, P, D, G, A, OF_G, OF_A, BIAS, BP, BD, PRECISION):
+    """
+    `(g[row] . of_g[sample]) (a[row] . of_a[sample])`, `[rows, samples]`, of so many features P and D and with the
+    strides that come behind them.
+    """
+    left = _row_products(g, G, row, real, of_g, OF_G, sample, have, zeros, P, BP, PRECISION)
+    right = _row_products(a, A, row, real, of_a, OF_A, sample, have, zeros, D, BD, PRECISION)
+    if BIAS:
+        right += 1.0
+    return left * right
+
+
+@jit()
+def _square_sum(x, ACC, WIDTH, BLOCK):
+    """The sum of the squares of `WIDTH` numbers."""
+    total = tl.zeros((BLOCK,), ACC)
+    for start in range(0, WIDTH, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        values = tl.load(x + k, mask=k < WIDTH, other=0.0).to(ACC)
+        total += values * values
+    return tl.sum(total, 0)
+
+
+@jit()
+def _square_norm(g, a, row, G, A, P, D, BIAS, ACC, ROW_P, ROW_D):
+    """`|g[row]|^2 |a[row]|^2`, of so many features P and D."""
+    square = _square_sum(a + row * A, ACC, D, ROW_D)
+    if BIAS:
+        square += 1.0
+    return square * _square_sum(g + row * G, ACC, P, ROW_P)
+
+
 @jit(do_not_specialize=["m", "T", "n", "index"])
 def _overlap_kernel(
-    g,
-    a,
-    rows,
-    norms,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    T,
-    n,
-    index,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    STRIDE_G: tl.constexpr,
-    STRIDE_A: tl.constexpr,
-    BIAS: tl.constexpr,
-    FINISH: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BT: tl.constexpr,
-    BN: tl.constexpr,
-    BP: tl.constexpr,
-    BD: tl.constexpr,
-    BM: tl.constexpr,
-    BB: tl.constexpr,
-):
+    g, a, rows, norms,
+    counter, table, advantages, history, settings, names,
+    m, T, n, index,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     s = tl.program_id(1)
     blocks = tl.num_programs(0)
@@ -98,11 +95,11 @@ def _overlap_kernel(
     j = tl.program_id(2) * BN + tl.arange(0, BN)
     sample = tl.load(rows + j, mask=j < n, other=-1)
     have = sample >= 0
-    left = _row_products(g, STRIDE_G, row, real, g, STRIDE_G, sample, have, tl.zeros((BT, BN), ACC), P, BP, PRECISION)
-    right = _row_products(a, STRIDE_A, row, real, a, STRIDE_A, sample, have, tl.zeros((BT, BN), ACC), D, BD, PRECISION)
-    if BIAS:
-        right += 1.0
-    products = left * right
+    zeros = tl.zeros((BT, BN), ACC)
+    products = _products(
+        *(row, real, sample, have, zeros, g, a, g, a),
+        *(P, D, STRIDE_G, STRIDE_A, STRIDE_G, STRIDE_A, BIAS, BP, BD, PRECISION),
+    )
     tl.store(partial + (s * blocks + block) * n + j, tl.sum(products, 0), mask=j < n)
     # A sample's own norm is its product with itself, in the one program that has it among its rows
     own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
@@ -111,40 +108,67 @@ def _overlap_kernel(
     absent = (sample < 0) & (tl.zeros((BN,), tl.int32) + s + block == 0)
     tl.store(norms + j, own, mask=(here | absent) & (j < n))
     if FINISH:
-        if _is_last(counter, blocks * tl.num_programs(1) * tl.num_programs(2)):
-            fisher_square, informed = _fisher_square(partial, norms, names, m, n, blocks, False, BM, BB, BN)
-            _non_interacting(
-                fisher_square,
-                informed,
-                tl.zeros((BM,), tl.float64),
-                m,
-                index,
-                table,
-                advantages,
-                history,
-                settings,
-                BM,
-                VARIANT,
-                ACC,
-            )
+        programs = blocks * tl.num_programs(1) * tl.num_programs(2)
+        book = table, advantages, history, settings
+        _finish(counter, programs, norms, names, m, n, blocks, index, book, False, VARIANT, ACC, BM, BB, BN)
+
+
+@jit(do_not_specialize=["m", "T", "n", "slots", "index"])
+def _overlap_with_rows_kernel(
+    g, a, g_samples, a_samples, g_out, a_out, source, norms,
+    counter, table, advantages, history, settings, names,
+    m, T, n, slots, index,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, STRIDE_GS: tl.constexpr,
+    STRIDE_AS: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, ROW_P: tl.constexpr, ROW_D: tl.constexpr,
+):  # fmt: skip
+    """
+    A program multiplies a block of a sequence's rows with a block of samples. Beside that, it has its share of single
+    samples, whose norms it finds, and of slots, which it fills with rows of the batch.
+    """
+    block = tl.program_id(0)
+    s = tl.program_id(1)
+    blocks = tl.num_programs(0)
+    partial = norms + n
+    first = tl.program_id(2) * BN
+    own_share = first + s.to(tl.int64) * blocks + block
+    for q in range(own_share, tl.minimum(first + BN, n), blocks * tl.num_programs(1)):
+        own = _square_norm(g_samples, a_samples, q, STRIDE_GS, STRIDE_AS, P, D, BIAS, ACC, ROW_P, ROW_D)
+        tl.store(norms + q, own)
+        if STORE:
+            if q < slots:
+                row = tl.load(source + q)
+                if row != _KEEP:
+                    for start in range(0, D, ROW_D):
+                        _copy(a, a_out, row, q, start, STRIDE_A, D, D, ROW_D)
+                    for start in range(0, P, ROW_P):
+                        _copy(g, g_out, row, q, start, STRIDE_G, P, P, ROW_P)
+    t = block * BT + tl.arange(0, BT)
+    real = t < T
+    row = s.to(tl.int64) * T + t
+    j = first + tl.arange(0, BN)
+    have = j < n
+    sample = j.to(tl.int64)
+    zeros = tl.zeros((BT, BN), ACC)
+    products = _products(
+        *(row, real, sample, have, zeros, g, a, g_samples, a_samples),
+        *(P, D, STRIDE_G, STRIDE_A, STRIDE_GS, STRIDE_AS, BIAS, BP, BD, PRECISION),
+    )
+    tl.store(partial + (s * blocks + block) * n + j, tl.sum(products, 0), mask=have)
+    if FINISH:
+        programs = blocks * tl.num_programs(1) * tl.num_programs(2)
+        book = table, advantages, history, settings
+        _finish(counter, programs, norms, names, m, n, blocks, index, book, NAMED, VARIANT, ACC, BM, BB, BN)
 
 
 @jit(do_not_specialize=["m", "T", "index"])
 def _scale_kernel(
-    x,
-    plus,
-    out,
-    table,
-    m,
-    T,
-    index,
-    D: tl.constexpr,
-    STRIDE: tl.constexpr,
-    STRIDE_PLUS: tl.constexpr,
-    PLUS: tl.constexpr,
-    BT: tl.constexpr,
+    x, plus, out, table,
+    m, T, index,
+    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr,
-):
+):  # fmt: skip
     s = tl.program_id(2)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -171,6 +195,20 @@ def _pipeline(dtype: torch.dtype, device: torch.device, rows: int) -> tuple[int,
     return 16, 2
 
 
+def _steps(
+    P: int, D: int, dtype: torch.dtype, device: torch.device, rows: int
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """Widths of steps over features of cotangents and inputs where so many rows are multiplied, and the options."""
+    width, stages = _pipeline(dtype, device, rows)
+    widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
+    return widths, {"num_warps": 4, "num_stages": stages}
+
+
+def _row_blocks(P: int, D: int) -> tuple[int, int]:
+    """How much of a row of cotangents and of inputs is read at once by itself."""
+    return min(power_of_two(P), _LARGE_BLOCK), min(power_of_two(D), _LARGE_BLOCK)
+
+
 def _by_row(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
@@ -180,78 +218,99 @@ def _by_row(x: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def _overlap_plan(
-    m: int,
-    T: int,
-    n: int,
-    shape: tuple[int, int, int, int],
-    bias: bool,
-    finish: bool,
-    variant: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    sizes: tuple[int, int, int], shape: tuple, traits: tuple, of_rows: tuple, dtype: torch.dtype, device: torch.device
 ) -> Plan:
+    """`shape` has features and strides of rows, `of_rows` what is asked where samples are rows from before."""
+    m, T, n = sizes
     P, D = shape[:2]
-    BT = 64
-    blocks = -(-T // BT)
+    blocks = -(-T // _ROWS)
     BM, BN, BB = tiles(m, n, blocks)
-    width, stages = _pipeline(dtype, device, BT + BN)
-    widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
-    constants = (*shape, bias, finish, variant, *types_of(dtype), BT, BN, *widths, BM, BB)
-    return Plan((blocks, m, -(-n // BN)), constants, {"num_warps": 4, "num_stages": stages})
+    widths, options = _steps(P, D, dtype, device, _ROWS + BN)
+    constants = (*shape, *traits, *types_of(dtype), _ROWS, BN, *widths, BM, BB)
+    if of_rows:
+        constants += (*of_rows, *_row_blocks(P, D))
+    return Plan((blocks, m, -(-n // BN)), constants, options)
 
 
 def overlap_coefficients(
-    g: torch.Tensor, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Samples, entry: Entry
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    sequences: Sequences,
+    samples: Samples | SampleRows,
+    entry: Entry,
+    into: Into | None = None,
 ) -> Entry:
-    """The coefficients of a linear layer from overlaps alone, by products between rows."""
-    _launch_overlap(g, a, bias, sequences, samples, entry, finish=True)
+    """
+    The coefficients of a linear layer from overlaps alone, by products between rows.
+
+    Args:
+        into (`tuple`, *optional*): with samples that are rows from before, where rows of this microbatch go along the
+            way: slots of cotangents and inputs, `[slots, ...]`, no more than there are samples, and the row that each
+            of them gets, `[slots]`.
+    """
+    _launch_overlap(g, a, bias, sequences, samples, entry, into, True)
     return entry
 
 
 def overlaps(
-    g: torch.Tensor, a: torch.Tensor, bias: bool, sequences: Sequences, samples: Samples, entry: Entry
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    sequences: Sequences,
+    samples: Samples | SampleRows,
+    entry: Entry,
+    into: Into | None = None,
 ) -> Overlaps:
-    """The overlaps of a linear layer, by products between rows, for a rule that needs the Euclidean norm too."""
-    return Overlaps(_launch_overlap(g, a, bias, sequences, samples, entry, finish=False), samples.number)
+    """The overlaps of a linear layer, for a rule that needs the Euclidean norm too; arguments as above."""
+    sums = _launch_overlap(g, a, bias, sequences, samples, entry, into, False)
+    return Overlaps(sums, samples.number, isinstance(samples, SampleRows) and entry.ledger.named)
 
 
 class _OverlapLaunch(NamedTuple):
     """What the layers of one shape in a microbatch have in common."""
 
     plan: Plan
-    samples: Samples
+    samples: Samples | None
     overlap: torch.Tensor
     fixed: Fixed
     sizes: tuple[int, int, int]
 
 
-def _launch_overlap(g, a, bias, sequences, samples, entry, finish):
+def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
     g, a = _by_row(g), _by_row(a)
     ledger, index = entry
     m, T = sequences.count, sequences.length
-    key = ("overlap", m, T, g.shape, a.shape, g.stride(), a.stride(), bias, finish, g.dtype)
+    key: tuple = ("overlap", m, T, g.shape, a.shape, g.stride(), a.stride(), bias, finish, g.dtype)
+    before = isinstance(samples, SampleRows)
+    if before:
+        g_samples, a_samples = samples.g, samples.inputs
+        key += (g_samples.shape[0], g_samples.stride(), a_samples.stride(), into is None)
     known = ledger.prepared.get(key)
-    if known is None or known.samples is not samples:
-        n = samples.number
-        sizes = (m, T, n)
+    if known is None or not (before or known.samples is samples):
+        sizes = m, T, n = m, T, samples.number
         shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
-        plan = _overlap_plan(*sizes, shape, bias, finish, ledger.variant, g.dtype, g.device)
+        of_rows = (g_samples.stride(0), a_samples.stride(0), into is not None, ledger.named) if before else ()
+        plan = _overlap_plan(sizes, shape, (bias, finish, ledger.variant), of_rows, g.dtype, g.device)
         overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
-        fixed = Fixed((samples.present, overlap, *ledger.fixed.tensors))
-        known = ledger.prepared[key] = _OverlapLaunch(plan, samples, overlap, fixed, sizes)
-    launch(_overlap_kernel, known.plan, (g, a), (*known.sizes, index), known.fixed)
-    return known.overlap
+        fixed = ledger.fixed if before else Fixed((samples.present, overlap, *ledger.fixed.tensors))
+        known = _OverlapLaunch(plan, None if before else samples, overlap, fixed, sizes)
+        ledger.prepared[key] = known
+    plan, _, overlap, fixed, sizes = known
+    if before:
+        # Without slots, these are not looked at
+        g_out, a_out, source = (g, a, ledger.counter) if into is None else into
+        tensors = (g, a, g_samples, a_samples, g_out, a_out, source, overlap)
+        slots = 0 if into is None else source.shape[0]
+        launch(_overlap_with_rows_kernel, plan, tensors, (*sizes, slots, index), fixed)
+    else:
+        launch(_overlap_kernel, plan, (g, a), (*sizes, index), fixed)
+    return overlap
 
 
 @lru_cache(maxsize=4096)
 def _scale_plan(
-    m: int,
-    T: int,
-    D: int,
-    strides: tuple[int, int],
-    adds: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    device: torch.device,
+    m: int, T: int, D: int, strides: tuple[int, int], adds: bool, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> Plan:
     BD = min(power_of_two(D), 1024)
     BT = part_of(2**13, BD, T)

@@ -5,22 +5,15 @@ Model code writes an RMSNorm as eight small operations, whose backward takes twi
 kernel, and the backward leaves what [`~kernels.elementwise.elementwise_gradient`] goes on from.
 """
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from transformers.utils import is_triton_available
 
 from ..geometry.sequences import Samples, Sequences
 from ..geometry.statistics import accumulation_dtype
-from .launch import Plan, Scratch, jit, launch, power_of_two, types_of
+from .launch import Plan, Scratch, jit, launch, power_of_two, tl, types_of
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Of a tile of rows
 _ELEMENTS = 4096
@@ -31,18 +24,11 @@ _MOST_FACTORS = 2**20
 
 
 class Flavour(NamedTuple):
-    """
-    How a model family writes its RMSNorm.
-
-    Args:
-        eps (`float`): epsilon.
-        offset (`float`): added to the weight.
-        early (`bool`): whether the normalised input is rounded to the input's type before it is multiplied.
-    """
+    """How a model family writes its RMSNorm."""
 
     eps: float
-    offset: float
-    early: bool
+    offset: float  # added to the weight
+    early: bool  # whether the normalised input is rounded to the input's type before it is multiplied
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The definition, in plain PyTorch."""
@@ -58,19 +44,10 @@ class Flavour(NamedTuple):
 
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x,
-    weight,
-    settings,
-    y,
-    scale,
+    x, weight, settings, y, scale,
     rows,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
-    ACC: tl.constexpr,
-    BR: tl.constexpr,
-    BD: tl.constexpr,
-):
+    D: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr, ACC: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     d = tl.arange(0, BD)
     inside = (row < rows)[:, None] & (d < D)[None, :]
@@ -88,29 +65,11 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["T", "share", "stride_b", "stride_t", "stride_h"])
 def _backward_kernel(
-    x,
-    g,
-    weight,
-    scale,
-    slots,
-    dx,
-    sums,
-    of_samples,
-    T,
-    share,
-    stride_b,
-    stride_t,
-    stride_h,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    OFFSET: tl.constexpr,
-    EARLY: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    UNIT: tl.constexpr,
-    ACC: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    x, g, weight, scale, slots, dx, sums, of_samples,
+    T, share, stride_b, stride_t, stride_h,
+    H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr, SAMPLES: tl.constexpr,
+    UNIT: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     split = tl.program_id(0)
     s = tl.program_id(1)
     # Of an argument `tl.multiple_of` says nothing to the compiler, and eight numbers at once are read where it knows
@@ -194,45 +153,31 @@ def forward(
     rows = x.numel() // D
     plan, epsilon, of_output, of_factors = _forward_plan(rows, D, flavour, (x.dtype, weight.dtype), x.device)
     y = torch.empty_like(x, dtype=of_output)
-    if factors is None:
-        scale = x.new_empty(rows, dtype=of_factors)
-    else:
-        scale = factors.take(x, rows, of_factors)
+    scale = x.new_empty(rows, dtype=of_factors) if factors is None else factors.take(x, rows, of_factors)
     launch(_forward_kernel, plan, (x, weight, epsilon, y, scale), (rows,))
     return y, scale
 
 
 @lru_cache(maxsize=4096)
 def _backward_plan(
-    m: int,
-    T: int,
-    H: int,
-    D: int,
-    flavour: Flavour,
-    samples: bool,
-    unit: int,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    m: int, T: int, shape: tuple[int, int], traits: tuple, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> tuple[Plan, int]:
-    BD = max(16, power_of_two(D))
+    """The plan, and how many positions of a sequence a program has; `shape` is heads and features."""
+    BD = max(16, power_of_two(shape[1]))
     BT = max(1, _ELEMENTS // BD)
     share = -(-T // max(1, min(-(-T // BT), 512 // m)))
-    constants = (H, D, flavour.offset, flavour.early, samples, unit, types_of(dtypes[0])[0], BT, BD)
-    return Plan((-(-T // share), m, 1), constants), share
+    return Plan((-(-T // share), m, 1), (*shape, *traits, types_of(dtypes[0])[0], BT, BD)), share
 
 
 class _BackwardLaunch(NamedTuple):
-    """
-    What the norms of one shape in a microbatch have in common: the plan, its numbers, memory for the sums over
-    sequences and for the gradients at sampled positions, and which of these each position is.
-    """
+    """What the norms of one shape in a microbatch have in common."""
 
     samples: Samples | None
     plan: Plan
     numbers: tuple[int, ...]
-    sums: torch.Tensor
-    of_samples: torch.Tensor
-    slots: torch.Tensor
+    sums: torch.Tensor  # memory for those over sequences
+    of_samples: torch.Tensor  # memory for the gradients at sampled positions
+    slots: torch.Tensor  # which of these each position is
 
 
 def _backward_launch(x, g, weight, flavour, sequences, samples, stores, memory):
@@ -241,7 +186,8 @@ def _backward_launch(x, g, weight, flavour, sequences, samples, stores, memory):
     strides = g.stride()[:3] if g.dim() == 4 else (g.stride(0), g.stride(1), 0)
     unit = 8 if strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0 else 1
     dtypes = (x.dtype, g.dtype, weight.dtype)
-    plan, share = _backward_plan(m, T, H, D, flavour, samples is not None or stores, unit, dtypes, x.device)
+    traits = (flavour.offset, flavour.early, samples is not None or stores, unit)
+    plan, share = _backward_plan(m, T, (H, D), traits, dtypes, x.device)
     sums = memory.scratch(x, "norm", m, plan.grid[0], D)
     of_samples, slots = sums[0], weight  # not looked at
     if samples is not None:

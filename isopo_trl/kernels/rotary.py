@@ -5,19 +5,12 @@ With a head's features in two halves, `y1 = x1 cos1 - x2 sin1` and `y2 = x2 cos2
 form, `dx1 = g1 cos1 + g2 sin2` and `dx2 = g2 cos2 - g1 sin1`.
 """
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch
-from transformers.utils import is_triton_available
 
-from .launch import Plan, jit, launch, part_of, power_of_two, types_of
+from .launch import Plan, jit, launch, part_of, power_of_two, tl, types_of
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Of one half of a head at several positions
 _ELEMENTS = 1024
@@ -25,13 +18,13 @@ MOST_FEATURES = 2 * _ELEMENTS
 
 
 @jit()
-def _product(x, factor, out, ACC: tl.constexpr):
+def _product(x, factor, out, ACC):
     """Rounded, as a product of tensors is, and ready to be added."""
     return (x.to(ACC) * factor.to(ACC)).to(out.dtype.element_ty).to(ACC)
 
 
 @jit()
-def _rotate(x, out, row, stride, cos1, cos2, sin1, sin2, inside, HEADS, HALF, BACK: tl.constexpr, ACC: tl.constexpr):
+def _rotate(x, out, row, stride, cos1, cos2, sin1, sin2, inside, HEADS, HALF, BACK, ACC):
     for head in range(HEADS):
         at = row + head * stride
         x1 = tl.load(x + at, mask=inside, other=0.0)
@@ -48,29 +41,11 @@ def _rotate(x, out, row, stride, cos1, cos2, sin1, sin2, inside, HEADS, HALF, BA
 
 @jit(do_not_specialize=["T", "q_b", "q_h", "q_t", "k_b", "k_h", "k_t"])
 def _rotary_kernel(
-    q,
-    k,
-    cos,
-    sin,
-    q_out,
-    k_out,
-    T,
-    q_b,
-    q_h,
-    q_t,
-    k_b,
-    k_h,
-    k_t,
-    Q: tl.constexpr,
-    K: tl.constexpr,
-    HALF: tl.constexpr,
-    EACH: tl.constexpr,
-    BACK: tl.constexpr,
-    UNIT: tl.constexpr,
-    ACC: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-):
+    q, k, cos, sin, q_out, k_out,
+    T, q_b, q_h, q_t, k_b, k_h, k_t,
+    Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, BACK: tl.constexpr, UNIT: tl.constexpr,
+    ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
     # Of an argument `tl.multiple_of` says nothing to the compiler, and eight numbers at once are read where it knows
     q_b, q_h, q_t, k_b, k_h, k_t = q_b * UNIT, q_h * UNIT, q_t * UNIT, k_b * UNIT, k_h * UNIT, k_t * UNIT
     b = tl.program_id(1).to(tl.int64)
@@ -90,19 +65,12 @@ def _rotary_kernel(
 
 @lru_cache(maxsize=4096)
 def _plan(
-    B: int,
-    T: int,
-    heads: tuple[int, int],
-    D: int,
-    each: bool,
-    back: bool,
-    unit: int,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    B: int, T: int, shape: tuple[int, int, int], traits: tuple, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> Plan:
-    BD = power_of_two(D // 2)
+    """`shape` is heads of queries and of keys, and half of their features."""
+    BD = power_of_two(shape[2])
     BT = part_of(_ELEMENTS, BD, T)
-    constants = (*heads, D // 2, each, back, unit, types_of(dtypes[0])[0], BT, BD)
+    constants = (*shape, *traits, types_of(dtypes[0])[0], BT, BD)
     return Plan((-(-T // BT), B, 1), constants, {"num_warps": 4, "enable_fp_fusion": False})
 
 
@@ -124,7 +92,7 @@ def rotated(
     strides = (*q.stride()[:3], *k.stride()[:3])
     unit = 8 if not any(stride % 8 for stride in strides) else 1
     dtypes = (q.dtype, cos.dtype, dtype)
-    plan = _plan(B, T, (heads, k.shape[1]), D, cos.shape[0] > 1, back, unit, dtypes, q.device)
+    plan = _plan(B, T, (heads, k.shape[1], D // 2), (cos.shape[0] > 1, back, unit), dtypes, q.device)
     numbers = (T, *[stride // unit for stride in strides])
     launch(_rotary_kernel, plan, (q, k, cos, sin, q_out, k_out), numbers)
     return q_out, k_out

@@ -1,14 +1,10 @@
 """Kernels over explicit gradients `V` `[m, outputs, d]`: norms or neural tangent kernel, coefficients, their sum."""
 
-# `tl.constexpr` in signatures exists only with Triton
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from transformers.utils import is_triton_available
 
 from ..geometry.statistics import Statistics
 from ..rules.rule import Rule
@@ -24,11 +20,8 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, shared_memory, types_of
+from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, shared_memory, tl, types_of
 
-
-if is_triton_available():
-    import triton.language as tl
 
 # Elements of V that one program reads, for norms
 _V_CHUNK = 2**13
@@ -38,38 +31,15 @@ _FEW_PROGRAMS = 32
 
 @jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "size"])
 def _norm_kernel(
-    V,
-    sums,
-    norms,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    n,
-    blocks,
-    first,
-    chunks,
-    index,
-    size,
-    FINISH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    VARIANT: tl.constexpr,
-    NAMED: tl.constexpr,
-    ACC: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BB: tl.constexpr,
-    BC: tl.constexpr,
-):
+    V, sums, norms,
+    counter, table, advantages, history, settings, names,
+    m, n, blocks, first, chunks, index, size,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     s = tl.program_id(1)
     e = chunk * CHUNK + tl.arange(0, CHUNK)
-    if ALIGNED:
-        size = tl.multiple_of(size, 16)
     v = tl.load(V + s.to(tl.int64) * size + e, mask=e < size, other=0.0)
     tl.store(sums + s * chunks + first + chunk, tl.sum(v * v, 0))
     if FINISH:
@@ -87,24 +57,12 @@ def _norm_kernel(
             informed = True
             if VARIANT & OVERLAP:
                 fisher_square, informed = _fisher_square(norms + n, norms, names, m, n, blocks, NAMED, BM, BB, BN)
-            _non_interacting(
-                fisher_square,
-                informed,
-                norm_square,
-                m,
-                index,
-                table,
-                advantages,
-                history,
-                settings,
-                BM,
-                VARIANT,
-                ACC,
-            )
+            book = table, advantages, history, settings
+            _non_interacting(fisher_square, informed, norm_square, m, index, book, BM, VARIANT, ACC)
 
 
 @jit()
-def _sum_of_parts(sums, first, count, place, BM: tl.constexpr, BC: tl.constexpr):
+def _sum_of_parts(sums, first, count, place, BM, BC):
     """The sum of `count` tiles `[BM, BM]` that programs have written, from `first` on, in their order."""
     total = tl.zeros((BM, BM), tl.float64)
     for start in range(0, count, BC):
@@ -118,32 +76,12 @@ def _sum_of_parts(sums, first, count, place, BM: tl.constexpr, BC: tl.constexpr)
 
 @jit(do_not_specialize=["m", "adds", "ends", "group", "index", "size"])
 def _ntk_kernel(
-    V,
-    sums,
-    counter,
-    table,
-    advantages,
-    history,
-    settings,
-    names,
-    m,
-    adds,
-    ends,
-    group,
-    index,
-    size,
-    FINISH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    VARIANT: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    PAIRS: tl.constexpr,
-    STAGES: tl.constexpr,
-    GROUPED: tl.constexpr,
-    BC: tl.constexpr,
-):
+    V, sums,
+    counter, table, advantages, history, settings, names,
+    m, adds, ends, group, index, size,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
     before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
@@ -153,8 +91,6 @@ def _ntk_kernel(
     chunks = tl.num_programs(0)
     s = tl.arange(0, BM)
     k = tl.arange(0, BK)
-    if ALIGNED:
-        size = tl.multiple_of(size, 16)
     rows = s.to(tl.int64) * size
     if PAIRS:  # every pair by itself, reduced once at the end
         products = tl.zeros((BM, BM, BK), ACC)
@@ -179,6 +115,7 @@ def _ntk_kernel(
     tl.store(own, ntk)
     if FINISH:
         if ends:
+            book = table, advantages, history, settings
             if GROUPED:
                 of = chunk // group
                 first = of * group
@@ -189,18 +126,16 @@ def _ntk_kernel(
                     groups = (chunks + group - 1) // group
                     if _is_last(counter, groups):
                         total = _sum_of_parts(sums, chunks, groups, place, BM, BC)
-                        _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
+                        _interacting(total, m, index, book, BM, VARIANT, ACC)
             else:
                 if _is_last(counter, chunks):
                     total = _sum_of_parts(sums, 0, chunks, place, BM, BC)
-                    _interacting(total, m, index, table, advantages, history, settings, BM, VARIANT, ACC)
+                    _interacting(total, m, index, book, BM, VARIANT, ACC)
 
 
 @jit(do_not_specialize=["m", "index", "size"])
-def _combine_kernel(V, out, table, m, index, size, ALIGNED: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr):
+def _combine_kernel(V, out, table, m, index, size, BM: tl.constexpr, BE: tl.constexpr):
     s = tl.arange(0, BM)
-    if ALIGNED:
-        size = tl.multiple_of(size, 16)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     c = tl.load(table + index * TABLE_ROWS * m + s, mask=s < m, other=0.0)
     at = s.to(tl.int64)[:, None] * size + e[None, :]
@@ -210,29 +145,17 @@ def _combine_kernel(V, out, table, m, index, size, ALIGNED: tl.constexpr, BM: tl
 
 
 class Tiling(NamedTuple):
-    """
-    How the kernel between sequences is cut into programs, which changes no more of the result than its rounding.
+    """How the kernel between sequences is cut into programs, which changes no more of it than its rounding."""
 
-    Args:
-        rows (`int`): of a program's tile, at least as many as there are sequences.
-        pairs (`bool`): whether each pair of sequences is multiplied elementwise, instead of all as matrices.
-        width (`int`): elements of each gradient that a program takes in a step.
-        warps, stages (`int`): of a program, and of its steps that are under way.
-        programs (`int`): the most that there are.
-        least (`int`): elements of each gradient for which there is a program.
-        part (`int`): numbers that the last program adds at once; they take registers from all programs.
-        grouped (`bool`): whether many programs' sums are added in two levels.
-    """
-
-    rows: int
-    pairs: bool
-    width: int
+    rows: int  # of a program's tile, at least as many as there are sequences
+    pairs: bool  # whether each pair of sequences is multiplied elementwise, instead of all as matrices
+    width: int  # elements of each gradient that a program takes in a step
     warps: int
-    stages: int
-    programs: int
-    least: int
-    part: int
-    grouped: bool
+    stages: int  # steps that are under way
+    programs: int  # the most that there are
+    least: int  # elements of each gradient for which there is a program
+    part: int  # numbers that the last program adds at once; they take registers from all programs
+    grouped: bool  # whether many programs' sums are added in two levels
 
     def programs_of(self, size: int) -> int:
         """The number of programs for gradients of `size` elements."""
@@ -251,10 +174,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(m: int, itemsize: int, memory: int) -> Tiling:
-    """
-    The [`Tiling`] for `m` sequences' gradients with elements of `itemsize` bytes, where a program may have so many
-    bytes of shared `memory`.
-    """
+    """The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's."""
     rows = power_of_two(m)
     if rows <= 16:  # too few for a product of matrices
         width = min(1024, 2**14 // rows**2)
@@ -272,12 +192,8 @@ def _tiling_of(m: int, dtype: torch.dtype, device: torch.device) -> Tiling:
 
 def v_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = None) -> Entry:
     """
-    The coefficients of a layer from explicit gradients, for a rule that needs their norms or the kernel.
-
-    Args:
-        V (`torch.Tensor`): `[m, outputs, d]`.
-        entry ([`Entry`]): where the coefficients go.
-        overlaps ([`Overlaps`], *optional*): of the layer, for a rule that needs these too.
+    The coefficients of a layer from explicit gradients `V` `[m, outputs, d]`, for a rule that needs their norms or the
+    kernel; with the layer's overlaps, for one that needs these too.
     """
     VBlocks([V.shape[1] * V.shape[2]], entry, overlaps).add(V)
     return entry
@@ -308,7 +224,7 @@ class VBlocks:
             sums = ledger.scratch(V, "sums", cut.sums(programs), cut.rows, cut.rows)
             _launch_ntk(V, sums, cut, programs, before > 0, self.added == len(self.sizes), *given)
             return
-        each = [_norm_programs(size) for size in self.sizes]
+        each = [-(-size // _V_CHUNK) for size in self.sizes]
         sums = ledger.scratch(V, "sums", len(V), sum(each))
         _launch_norm(V, sums, sum(each[:before]), each[before], *given, self.overlaps)
 
@@ -333,14 +249,10 @@ class VSums:
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
             self.result.norm = self.result.ntk.diagonal() if self.rule.needs.norm else None
         else:
-            sums = scratch(V, m, _norm_programs(size))
+            sums = scratch(V, m, -(-size // _V_CHUNK))
             _launch_norm(V, sums, 0, sums.shape[1], False, variant, Fixed((sums,) * 6), 0, None)
             total = sums.sum(1)
             self.result.norm = total if self.result.norm is None else self.result.norm + total
-
-
-def _norm_programs(size: int) -> int:
-    return -(-size // _V_CHUNK)
 
 
 def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
@@ -348,40 +260,39 @@ def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
     size, chunks = outputs * d, sums.shape[1]
     overlap, samples, named = (sums, 0, False) if overlaps is None else overlaps
     blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
-    plan = _norm_plan(m, samples, blocks, here, chunks, (finish, size % 16 == 0, variant, named), V.dtype, V.device)
+    plan = _norm_plan(m, (samples, blocks, here, chunks), (finish, variant, named), V.dtype, V.device)
     launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
 
 
 def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, index):
     m, outputs, d = V.shape
     size = outputs * d
-    plan = _ntk_plan(cut, programs, (finish, size % 16 == 0, variant), V.dtype, V.device)
+    plan = _ntk_plan(cut, programs, (finish, variant), V.dtype, V.device)
     launch(_ntk_kernel, plan, (V, sums), (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
 
 
 @lru_cache(maxsize=4096)
-def _ntk_plan(cut: Tiling, programs: int, variant: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
+def _ntk_plan(cut: Tiling, programs: int, traits: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
     acc, _ = types_of(dtype)
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
     group = cut.group(programs)
     part = part_of(cut.part, cut.rows**2, group)
     shape = (cut.rows, cut.width, cut.pairs, cut.stages, group < programs, part)
-    return Plan((programs, 1, 1), (*variant, acc, precision, *shape), {"num_warps": cut.warps})
+    return Plan((programs, 1, 1), (*traits, acc, precision, *shape), {"num_warps": cut.warps})
 
 
 @lru_cache(maxsize=4096)
-def _norm_plan(
-    m: int, n: int, blocks: int, here: int, chunks: int, variant: tuple, dtype: torch.dtype, device: torch.device
-) -> Plan:
+def _norm_plan(m: int, sizes: tuple[int, ...], traits: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
+    n, blocks, here, chunks = sizes
     BM, BN, BB = tiles(m, n, blocks)
-    return Plan((here, m, 1), (*variant, types_of(dtype)[0], _V_CHUNK, BM, BN, BB, part_of(2**12, BM, chunks)))
+    return Plan((here, m, 1), (*traits, types_of(dtype)[0], _V_CHUNK, BM, BN, BB, part_of(2**12, BM, chunks)))
 
 
 @lru_cache(maxsize=4096)
 def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
     BM = power_of_two(m)
     BE = max(16, min(512, 2**12 // BM))
-    return Plan((-(-size // BE), 1, 1), (size % 16 == 0, BM, BE), {"num_warps": 8})
+    return Plan((-(-size // BE), 1, 1), (BM, BE), {"num_warps": 8})
 
 
 def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:

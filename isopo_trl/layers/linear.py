@@ -10,10 +10,9 @@ from transformers.pytorch_utils import Conv1D
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import Statistics, linear_statistics, product, sequence_gradients, with_ones
-from ..kernels import fisher_rows as row_kernels_from_before
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
-from ..kernels.coefficients import Entry, Overlaps, statistics_are_in_kernels
+from ..kernels.coefficients import Entry, statistics_are_in_kernels
 from ..kernels.fisher_rows import Into
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
@@ -270,14 +269,12 @@ def _coefficients_by_kernels(
     g, a, _, _, bias = rows
     sequences, needs = microbatch.sequences, microbatch.needs
     entry = microbatch.open_entry(index)
+    given = (g, a, bias, sequences, samples, entry, into)
     if not (needs.norm or needs.ntk):
         if not needs.overlap:  # the coefficients are there already
             return entry, None
-        given = (g, a, bias, sequences, samples, entry)
-        if isinstance(samples, SampleRows):
-            return row_kernels_from_before.overlap_coefficients(*given, into), None
         return row_kernels.overlap_coefficients(*given), None
-    overlaps = _overlaps(rows, sequences, samples, entry, into) if needs.overlap else None
+    overlaps = row_kernels.overlaps(*given) if needs.overlap else None
     if strategy == "whole":
         V = _gradients_of(rows, sequences)
         return v_kernels.v_coefficients(V, entry, overlaps), V
@@ -305,16 +302,10 @@ def _statistics_by_kernels(
                 sums.add(block)
     result = sums.result
     if needs.overlap:
-        overlaps = _overlaps(rows, sequences, samples, microbatch.entry(index), into)
+        given = (rows.g, rows.a, rows.bias, sequences, samples, microbatch.entry(index), into)
+        overlaps = row_kernels.overlaps(*given)
         result.overlap, result.sample_norm = overlaps.statistics(sequences.count)
     return result, V
-
-
-def _overlaps(rows: LinearRows, sequences: Sequences, samples: Any, entry: Entry, into: Into | None) -> Overlaps:
-    given = (rows.g, rows.a, rows.bias, sequences, samples, entry)
-    if isinstance(samples, SampleRows):
-        return row_kernels_from_before.overlaps(*given, into)
-    return row_kernels.overlaps(*given)
 
 
 def _gradients_of(rows: LinearRows, sequences: Sequences) -> torch.Tensor:

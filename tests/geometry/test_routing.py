@@ -83,13 +83,12 @@ def test_scaled_rows_give_the_multiple_of_each_sequence_at_each_expert():
 
 @pytest.mark.parametrize("dtype,size", [(torch.float64, 4), (torch.bfloat16, 4), (torch.bfloat16, 8)])
 def test_products_are_those_of_a_loop(dtype, size):
-    """In bfloat16 with sizes that it takes, it is PyTorch's grouped product, where there is one."""
+    """In bfloat16 with sizes that it takes, it is PyTorch's grouped product."""
     routing, _, _ = example()
     generator = torch.Generator().manual_seed(2)
     x, y = (torch.randn(len(IDS) * K, size, generator=generator).to(dtype) for _ in range(2))
     matrices = torch.randn(E, size, size, generator=generator).to(dtype)
-    there = hasattr(torch.nn.functional, "grouped_mm")  # from PyTorch 2.10 on
-    assert geometry.takes_grouped(x, size) == (there and dtype is torch.bfloat16 and size == 8)
+    assert geometry.takes_grouped(x, size) == (dtype is torch.bfloat16 and size == 8)
     between = matrices.permute(1, 2, 0).contiguous().permute(2, 0, 1)  # as LoRA's factors of all experts lie
     for M in (matrices, matrices.transpose(1, 2), between):
         rows = [x[row] @ M[e] for e in range(E) for row, _ in rows_of(routing, e)]

@@ -150,12 +150,12 @@ class Run:
     def plain(self, statistics):
         history = self.running.expectations(self.index)
         assert (history is None) == (self.index == UNKNOWN)
-        return self.running.rule.coefficients(statistics, self.ledger.advantages, history, self.loss_scale)
+        return self.running.rule.coefficients(statistics, self.book.advantages, history, self.loss_scale)
 
     def check(self, statistics, tolerance):
         """The layer's row of the table is what plain PyTorch makes of `statistics`; nothing else has changed."""
         expected = self.plain(statistics)
-        fresh = self.running.open(self.ledger.advantages, self.loss_scale)
+        fresh = self.running.open(self.book.advantages, self.loss_scale)
         fresh.record(self.index, expected)
         table = fresh.table.clone()
         whole = torch.isfinite(table[self.index, :3].sum(0))

@@ -81,8 +81,7 @@ def compiled(gpu, capability, monkeypatch):
     """Runs what is called on a GPU that is not there: `{name of a kernel: its program}` of what it launches."""
     found = {}
     pipeline = linear._pipeline
-    for module in (linear, experts):
-        monkeypatch.setattr(module, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
+    monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
     monkeypatch.setattr(v, "shared_memory", lambda _: launching.shared_memory(torch.device("cuda")))
 
     def launch(kernel, plan, tensors, numbers, fixed=NOTHING):
@@ -204,7 +203,10 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
     assert "_elementwise_kernel" in compiled
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
+ON_BOTH = pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
+
+
+@ON_BOTH
 def test_rms_norm_compiles_and_fits(compiled, dtype):
     m, T, d = 8, 1024, 1024
     sequences, samples, ledger = microbatch(RULES["interacting"], m, T, 64)
@@ -216,38 +218,28 @@ def test_rms_norm_compiles_and_fits(compiled, dtype):
     assert set(compiled) == {"_forward_kernel", "_backward_kernel", "_elementwise_kernel"}
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
-def test_rotary_embeddings_compile_and_fit(compiled, dtype):
-    q, k = (tensor(8, 1024, heads, 128, dtype=dtype).transpose(1, 2) for heads in (16, 8))
-    cos = tensor(1, 1024, 128, dtype=dtype)
-    for back in (False, True):
-        rotary.rotated(q, k, cos, cos, dtype, back)
-    assert set(compiled) == {"_rotary_kernel"}
-
-
-@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)
-def test_gated_activations_compile_and_fit(compiled, dtype):
-    x = tensor(8, 1024, 3072, dtype=dtype)
-    gated.forward(x, x)
-    gated.backward(x, x, x)
-    assert set(compiled) == {"_forward_kernel", "_backward_kernel"}
-
-
 def loads_of_one(program):
     """How many instructions of a `program` read one number in bf16."""
     return program.asm["ptx"].count("ld.global.b16")
 
 
-@pytest.mark.parametrize("capability", [90])
-def test_numbers_side_by_side_are_read_eight_at_a_time(compiled):
-    heads, x = tensor(8, 1024, 16, 128, dtype=torch.bfloat16), tensor(8, 1024, 3072, dtype=torch.bfloat16)
-    cos = tensor(8, 1024, 128, dtype=torch.bfloat16)
-    for back in (False, True):
-        rotary.rotated(heads.transpose(1, 2), heads.transpose(1, 2), cos, cos, torch.bfloat16, back)
+@ON_BOTH
+def test_rotary_embeddings_compile_and_are_read_eight_at_a_time(compiled, dtype):
+    q, k = (tensor(8, 1024, heads, 128, dtype=dtype).transpose(1, 2) for heads in (16, 8))
+    for back, angles in ((False, 1), (True, 8)):
+        cos = tensor(angles, 1024, 128, dtype=dtype)
+        rotary.rotated(q, k, cos, cos, dtype, back)
         assert loads_of_one(compiled["_rotary_kernel"]) == 0
+    assert set(compiled) == {"_rotary_kernel"}
+
+
+@ON_BOTH
+def test_gated_activations_compile_and_are_read_eight_at_a_time(compiled, dtype):
+    x = tensor(8, 1024, 3072, dtype=dtype)
     gated.forward(x, x)
     gated.backward(x, x, x)
-    assert loads_of_one(compiled["_forward_kernel"]) == loads_of_one(compiled["_backward_kernel"]) == 0
+    assert set(compiled) == {"_forward_kernel", "_backward_kernel"}
+    assert all(loads_of_one(program) == 0 for program in compiled.values())
 
 
 @pytest.mark.parametrize("capability", [90])
@@ -293,7 +285,7 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     source = tensor(n, dtype=torch.int64)
-    fisher_rows.overlap_coefficients(
+    linear.overlap_coefficients(
         g, a, True, sequences, samples, Entry(ledger, 0), into=(*(samples.g, samples.inputs), source)
     )
     fisher_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
@@ -308,7 +300,7 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     experts.expert_coefficients(*rows.values(), True, routing, SampleRows(**of_experts), Entry(ledger, 0))
     elementwise.elementwise_gradient(g, sequences, SampleRows(tensor(n, p)), Entry(ledger, 0), dtype)
     entry = Entry(microbatch(RULES["fig4"], m, T, n, named=True)[2], 0)
-    overlaps = fisher_rows.overlaps(g, a, True, sequences, samples, entry)
+    overlaps = linear.overlaps(g, a, True, sequences, samples, entry)
     v.v_coefficients(tensor(m, p, d + 1), entry, overlaps)
     kernels = {"_overlap_with_rows_kernel", "_put_kernel", "_put_routed_kernel", "_elementwise_kernel", "_norm_kernel"}
     assert set(compiled) == kernels | {"_expert_overlap_kernel", "_expert_coefficients_kernel"}

@@ -61,8 +61,8 @@ def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype)
     names, own = names_of(n, m)
     run = Run.of(given, FISHER, names=names)
     arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
-    fisher_rows.overlap_coefficients(*arguments)
-    result, _, _ = fisher_rows.overlaps(*arguments)
+    linear.overlap_coefficients(*arguments)
+    result, _, _ = linear.overlaps(*arguments)
     expected = replace(plain(given, samples, FISHER.needs)[0], own=own)
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
     close(result[n:].view(m, -1, n).sum(1).t(), expected.overlap, STATISTIC[dtype])
@@ -79,10 +79,10 @@ def test_what_measures_a_layer_also_keeps_its_rows(shape, slots):
     empty = [torch.full((len(numbers), x.shape[1]), 7.0, device=DEVICE, dtype=EXACT) for x in (given.g, given.a)]
     run, alone = Run.of(given, FISHER), Run.of(given, FISHER)
     arguments = (given.g, given.a, given.bias, given.sequences, samples)
-    fisher_rows.overlap_coefficients(*arguments, alone.entry)
+    linear.overlap_coefficients(*arguments, alone.entry)
     for entry in (run.entry, alone.entry):  # also behind a layer of the same shape that keeps none
         found = [x.clone() for x in empty]
-        fisher_rows.overlap_coefficients(*arguments, entry, into=(*found, source.numbers))
+        linear.overlap_coefficients(*arguments, entry, into=(*found, source.numbers))
         for x, own, kept in zip((given.g, given.a), empty, found, strict=True):
             expected = own.clone()
             source.put(expected, x)
@@ -116,7 +116,7 @@ def test_a_rule_with_both_norms_takes_them_too():
     names, own = names_of(6, 3)
     samples, run = from_before(given, 6), Run.of(given, FIG4, names=names)
     arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
-    overlap = fisher_rows.overlaps(*arguments)
+    overlap = linear.overlaps(*arguments)
     expected, V = plain(given, samples, FIG4.needs)
     v.v_coefficients(V.to(EXACT), run.entry, overlap)
     run.check(replace(expected, own=own), STATISTIC[EXACT])

@@ -9,7 +9,7 @@ import torch
 from isopo_trl.geometry.routing import Routing
 from isopo_trl.kernels import elementwise, experts, linear, rms_norm, v
 from isopo_trl.kernels.coefficients import Entry
-from isopo_trl.kernels.launch import NOTHING, Direct, Fixed, Plan, Scratch, hooks_are_set, launch
+from isopo_trl.kernels.launch import NOTHING, Direct, Fixed, Plan, Scratch, launch
 from isopo_trl.rules import make_rule
 from tests.kernels.batches import DEVICE, EUCLIDEAN, FIG4, FISHER, INTERACTING, Run, batch, needs_kernels
 
@@ -83,7 +83,7 @@ def test_memory_is_that_of_its_use_shape_and_type():
 
 
 class Launcher:
-    """Launches as that of Triton 3.4 to 3.6 does: hooks, if they are given, before and behind."""
+    """Launches as that of Triton 3.6 does: hooks, if they are given, before and behind."""
 
     def __init__(self):
         self.launched = []
@@ -115,7 +115,7 @@ class NewerLauncher(Launcher):
 
 
 class WithScratch(Launcher):
-    """In the words of Triton 3.5 and 3.6, which give a kernel memory that it asks for, and go on in C."""
+    """In the words of Triton 3.6, which gives a kernel memory that it asks for, and goes on in C."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid, launch_pdl = False, "pdl"
@@ -228,15 +228,6 @@ def test_hooks_of_a_profiler_are_called_while_they_are_set(driver):
         finally:
             chain.remove(print)
         assert ways() == ["direct"]
-
-
-def test_a_single_hook_as_triton_3_4_has_it_is_seen(monkeypatch):
-    runtime = pytest.importorskip("triton").knobs.runtime
-    for name in ("launch_enter_hook", "launch_exit_hook"):
-        monkeypatch.setattr(runtime, name, None)
-    assert not hooks_are_set()
-    monkeypatch.setattr(runtime, "launch_exit_hook", lambda _: None)
-    assert hooks_are_set()
 
 
 def test_the_launcher_of_the_triton_that_is_installed_is_known(driver):
