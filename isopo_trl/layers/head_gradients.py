@@ -7,6 +7,7 @@ the hidden state, `sum_v e_tv w_v`, can be made where the logits are at hand, as
 `sum_v e^(z_v - m) w_v` is scaled down whenever the largest logit m grows.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..geometry.statistics import accumulation_dtype
 from ..trl_seam.head import FoldedTile, add_product, forward_by_tiles, head_uses_triton, logits_gradient_tile
 
 
-def are_exact(args: tuple[Any, ...]) -> bool:
+def are_exact(args: Sequence[Any]) -> bool:
     """
     Whether gradients on the way have the precision of those that a backward makes, for the arguments of `apply`.
 
@@ -33,7 +34,7 @@ def _computed_in(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def forward_with_gradients(ctx: Any, args: tuple[Any, ...], samples: torch.Tensor | None = None) -> tuple[Any, ...]:
+def forward_with_gradients(ctx: Any, args: Sequence[Any], samples: torch.Tensor | None = None) -> tuple[Any, ...]:
     """
     What TRL's forward returns for the arguments of `apply`, bit for bit. It leaves in `ctx`:
 

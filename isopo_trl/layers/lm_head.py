@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fisher_rows.rows import Slots
 from ..geometry.cost import WHOLE_LIMIT, Needs, Strategy, aligned, block_rows, choose_strategy
 from ..geometry.sequences import SampleRows, Sequences
 from ..geometry.statistics import (
@@ -293,7 +292,7 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
-def _put_rows(ctx: Any, slots: Slots, a: torch.Tensor, grad: torch.Tensor) -> None:
+def _put_rows(ctx: Any, slots: Any, a: torch.Tensor, grad: torch.Tensor) -> None:
     """Make the gradients of the logits of the rows that take a slot, and of no others, and put them there."""
     _, weight, bias, targets, log_z, entropy = ctx.saved_tensors
     rows = slots.source.rows

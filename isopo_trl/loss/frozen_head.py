@@ -30,14 +30,19 @@ def frozen_head(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
+    entropy_counts: bool = False,
 ) -> Any:
-    """What TRL's chunked log-probabilities return for the same arguments; unless on a CPU, bit for bit."""
+    """
+    What TRL's chunked log-probabilities return for the same arguments; unless on a CPU, bit for bit.
+
+    Where the `entropy_counts`, in the same backward as the log-probabilities, that makes the logits again anyway.
+    """
     args = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
     is_usual = softcap is None and set(outputs) <= _OUTPUTS
     is_wide = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
     if hidden.device.type == "cpu" and is_usual and is_wide and not torch.is_autocast_enabled("cpu"):
         function: Any = _OnCPU
-    elif hidden.requires_grad and torch.is_grad_enabled() and are_exact(args):
+    elif hidden.requires_grad and torch.is_grad_enabled() and not entropy_counts and are_exact(args):
         function = _FrozenHead
     else:
         function = ChunkedLogProbFunction

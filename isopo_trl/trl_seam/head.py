@@ -1,7 +1,7 @@
 """TRL's LM head: the chunked log-probabilities, and who takes their calls."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -218,7 +218,7 @@ class _Launched:
         return self.seen(_forward_kernel[grid])
 
 
-def forward_by_tiles(ctx: Any, args: tuple[Any, ...], see: Callable[[FoldedTile], None]) -> tuple[Any, ...]:
+def forward_by_tiles(ctx: Any, args: Sequence[Any], see: Callable[[FoldedTile], None]) -> tuple[Any, ...]:
     """What TRL's forward returns for the arguments of `apply`; `see` is called for each tile on the way."""
 
     def seen(fold: Callable) -> Callable:

@@ -9,8 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from trl.kernels import chunked_logprob
 
 from isopo_trl import ISOPO
+from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.layers import head_gradients, lm_head
 from isopo_trl.loss.frozen_head import frozen_head
+from isopo_trl.trl_seam import head
 from isopo_trl.trl_seam.head import ChunkedLogProbFunction
 from tests.layers.test_lm_head import ADVANTAGES, LanguageModel, chunked_logps, float64_throughout
 
@@ -93,6 +95,22 @@ def test_outputs_are_trls_bit_for_bit(dtype, autocast, monkeypatch):
         _, found = taken(args, samples)
         expected = ChunkedLogProbFunction.apply(*args)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not INTERPRET, reason="Triton's kernels run on a CPU under its interpreter alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_by_trls_kernels_they_are_the_same(dtype, monkeypatch):
+    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 4)
+    args, samples = example(dtype, certain=True)
+    expected, _ = taken(args, samples)
+    monkeypatch.setattr(chunked_logprob, "_use_triton", lambda _: True)
+    for module in (head, head_gradients):
+        monkeypatch.setattr(module, "head_uses_triton", lambda _: True)
+    outputs = ChunkedLogProbFunction.apply(*args)
+    ctx, found = taken(args, samples)
+    assert all(torch.equal(x, y) for x, y in zip(found, outputs, strict=True))
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close((ctx.unit, ctx.products), (expected.unit, expected.products), **close)
 
 
 def test_nearly_certain_tokens_lose_nothing_in_half_precision():

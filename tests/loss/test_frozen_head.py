@@ -47,10 +47,11 @@ def test_nothing_scored_has_a_gradient_of_zero():
     assert logps.shape == entropy.shape == (0,) and not hidden.grad.any()
 
 
-def test_a_soft_cap_goes_to_trl(monkeypatch):
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"outputs": ("is_top1",), "entropy_counts": True}], ids=str)
+def test_what_gains_nothing_goes_to_trl(given, monkeypatch):
     calls = []
     monkeypatch.setattr(ChunkedLogProbFunction, "apply", lambda *args: calls.append(args))
-    frozen_head.frozen_head(*example(), 1.0, 8, 30.0)
+    frozen_head.frozen_head(*example(), 1.0, 8, **given)
     assert len(calls) == 1 and len(calls[0]) == 9
 
 
