@@ -404,7 +404,8 @@ class ISOPOTrainer(GRPOTrainer):
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with scored_rows_alone(frozen_head):
+        entropy_counts = self.terms.has_bonus and not self._goes_back_twice
+        with scored_rows_alone(partial(frozen_head, entropy_counts=entropy_counts)):
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def _compute_loss(self, model, inputs):

@@ -183,6 +183,12 @@ class Source:
         there = row_of[self.rows]
         return Source(torch.where(self.numbers < 0, self.numbers, torch.where(there < 0, NOTHING, there)))
 
+    @property
+    def in_order(self) -> "Source":
+        """The same where row i is what slot i gets."""
+        places = torch.arange(len(self.numbers), device=self.numbers.device)
+        return Source(torch.where(self.numbers < 0, self.numbers, places))
+
     def nothing(self) -> "Source":
         """The same where there are no rows: slots that would get one get zeros."""
         return Source(torch.where(self.numbers < 0, self.numbers, NOTHING))

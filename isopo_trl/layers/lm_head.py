@@ -9,7 +9,8 @@ gradient of the weight. That is one product more than TRL's backward, and no `[t
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +37,9 @@ from ..trl_seam.head import (
     ChunkedLogProbFunction,
     add_head,
     gathered_head,
-    head_uses_triton,
-    logits_gradient_tile,
     remove_head,
 )
+from .head_gradients import are_exact, forward_with_gradients, logits_gradient
 from .layer import Unsupported, full_shape, has_own_forward, layer_backward, take_aside
 from .linear import LinearLayer
 
@@ -134,12 +134,10 @@ class HeadTerms:
     Args:
         slopes (`torch.Tensor`, *optional*): `[N]`, derivatives with respect to the log-probabilities.
         of_entropy (`torch.Tensor`, *optional*): `[N]`, derivatives with respect to the entropies.
-        unit (`torch.Tensor`, *optional*): `[N, d]`, `W^T e_t`: the gradients of the hidden states where slopes are 1.
     """
 
     slopes: torch.Tensor | None = None
     of_entropy: torch.Tensor | None = None
-    unit: torch.Tensor | None = None
 
 
 def _backward_of_term(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None, *_: Any) -> Any:
@@ -154,9 +152,9 @@ def _backward_of_term(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy
         return torch.zeros_like(hidden)
     if slopes is None or of_entropy is not None:
         return _hidden_gradient(ctx, slopes, of_entropy).to(hidden.dtype)
-    if terms.unit is None:
-        terms.unit = _hidden_gradient(ctx, torch.ones_like(log_z))
-    return (terms.unit * slopes.unsqueeze(1)).to(hidden.dtype)
+    if ctx.unit is None:
+        ctx.unit = _hidden_gradient(ctx, torch.ones_like(log_z))
+    return (ctx.unit * slopes.unsqueeze(1)).to(hidden.dtype)
 
 
 def _hidden_gradient(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None = None) -> torch.Tensor:
@@ -179,6 +177,11 @@ class _ChunkedLMHead(torch.autograd.Function):
     def forward(ctx, *args):
         *own, ctx.layer, ctx.microbatch = args
         ctx.sequences, ctx.row_of = head_rows(own[0].shape[0], ctx.microbatch)
+        ctx.unit = ctx.products = None
+        samples = ctx.microbatch.held(ctx.layer.index)
+        # Products with samples alone: then the backward goes over the vocabulary once
+        if samples is not None and ctx.microbatch.needs == Needs(overlap=True) and are_exact(own):
+            return forward_with_gradients(ctx, own, samples.g)
         return ChunkedLogProbFunction.forward(ctx, *own)
 
     @staticmethod
@@ -225,10 +228,10 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     grad: Any
     grad, grad_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
     of_terms = take_aside(ctx) or HeadTerms()
-    unit = of_terms.unit if grad is not None and grad_entropy is None else None
+    unit = ctx.unit if grad is not None and grad_entropy is None else None
     grad_hidden = None
     if needs_hidden and unit is not None:
-        grad_hidden = unit.mul_(grad.unsqueeze(1))
+        grad_hidden = unit * grad.unsqueeze(1)
     elif needs_hidden:
         grad_hidden = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype))
     grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -255,7 +258,12 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         scaled = sequences.scaled(a.to(dtype), known).to(a.dtype)
         ones = sequences.scaled(torch.ones_like(a[:, :1], dtype=dtype), known)
     formed: list[tuple[slice, torch.Tensor]] = []
-    for part, tile in _tiles(ctx, a, grad, grad_entropy, buffer):
+    tiles = _tiles(ctx, a, grad, grad_entropy, buffer)
+    if ctx.products is not None:  # the forward has been there
+        sums.products, sums.norms = ctx.products.t() * grad, square_norms(samples.g)
+        _put_rows(ctx, slots, a, grad)
+        tiles = iter(())
+    for part, tile in tiles:
         if grad_hidden is not None and unit is None:
             grad_hidden += product(tile, weight[part].to(tile.dtype))
         if scaled is not None:
@@ -282,6 +290,17 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         for part, tile in _tiles(ctx, a, slopes, of_terms.of_entropy, buffer):
             weight_gradients(part, tile, a, add=is_made)
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias
+
+
+def _put_rows(ctx: Any, slots: Any, a: torch.Tensor, grad: torch.Tensor) -> None:
+    """Make the gradients of the logits of the rows that take a slot, and of no others, and put them there."""
+    _, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+    rows = slots.source.rows
+    of_rows = (None, weight, bias, targets[rows], log_z[rows], entropy[rows])
+    alone = SimpleNamespace(saved_tensors=of_rows, chunk_size=ctx.chunk_size, kernel_args=ctx.kernel_args)
+    slots = replace(slots, source=slots.source.in_order)
+    for part, tile in _tiles(alone, a[rows], grad[rows], None):
+        slots.put("g", tile, part)
 
 
 class _HeadStatistics:
@@ -368,26 +387,6 @@ def _with_bias(direction: Direction, part: slice) -> torch.Tensor:
     return torch.cat([weight, bias[0].unsqueeze(1)], 1) if bias else weight
 
 
-def _logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
-    """
-    Turn logits `[rows, width]` into the gradient there, in place: `grad_t (1[v = target_t] - p_tv)`, and that of the
-    entropies where `of_entropy` has them and their gradient, taken back through the temperature, the soft cap and the
-    scale of the logits, as TRL's backward does.
-    """
-    width = tile.shape[1]
-    triton = head_uses_triton(tile.device)
-    only_logps = grad is not None and of_entropy is None
-    if only_logps and not triton and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
-        # In place, in a third of the passes over memory that TRL's version for devices without Triton makes
-        scale = settings["logit_scale"] * settings["inv_t"]
-        slope = grad * scale
-        tile.mul_(scale).sub_(log_z.unsqueeze(1)).exp_().mul_(-slope.unsqueeze(1))
-        place = targets - start
-        hit = torch.where((place >= 0) & (place < width), slope, 0)
-        return tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), hit.unsqueeze(1))
-    return logits_gradient_tile(tile, targets, log_z, grad, of_entropy, start, settings)
-
-
 def _buffer(ctx: Any, a: torch.Tensor, width: int) -> torch.Tensor:
     """
     Room for a tile of logits, at most so wide, of rows `a` `[N, d]`. Its rows begin at multiples of 16 bytes, since
@@ -425,4 +424,4 @@ def _tiles(
         tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - start])
         if bias is not None:
             tile += bias[part].to(a.dtype)
-        yield part, _logits_gradient(tile, targets, log_z, grad, of_entropy, start, ctx.kernel_args)
+        yield part, logits_gradient(tile, targets, log_z, grad, of_entropy, start, ctx.kernel_args)

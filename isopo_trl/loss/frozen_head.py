@@ -1,15 +1,17 @@
 """
-The LM head on a CPU where it is not trained, as with adapters: its backward pass needs no vocabulary.
+The LM head where it is not trained, as with adapters: its backward pass needs no vocabulary.
 
 The gradient of the hidden state `h_t` is `slope_t (w_y - sum_v p_tv w_v)`, `slope_t` being that of the token's
-log-probability, so that all but the slope is known once the logits are there. TRL's function makes the logits again in
-its backward pass; its version for devices without Triton goes over them some twenty times in all.
+log-probability, so that all but the slope is known once the logits are there (`layers/head_gradients.py`). TRL's
+function makes the logits again in its backward pass; its version for devices without Triton goes over them some twenty
+times in all, so that on a CPU the usual case has a loop of its own.
 """
 
 from typing import Any
 
 import torch
 
+from ..layers.head_gradients import are_exact, forward_with_gradients
 from ..trl_seam.head import ChunkedLogProbFunction
 
 
@@ -28,18 +30,38 @@ def frozen_head(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = (),
+    entropy_counts: bool = False,
 ) -> Any:
-    """What TRL's chunked log-probabilities return for the same arguments, by TRL's own function unless on a CPU."""
+    """
+    What TRL's chunked log-probabilities return for the same arguments; unless on a CPU, bit for bit.
+
+    Where the `entropy_counts`, in the same backward as the log-probabilities, that makes the logits again anyway.
+    """
+    args = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
     is_usual = softcap is None and set(outputs) <= _OUTPUTS
     is_wide = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
     if hidden.device.type == "cpu" and is_usual and is_wide and not torch.is_autocast_enabled("cpu"):
-        function: Any = _FrozenHead
+        function: Any = _OnCPU
+    elif hidden.requires_grad and torch.is_grad_enabled() and not entropy_counts and are_exact(args):
+        function = _FrozenHead
     else:
         function = ChunkedLogProbFunction
-    return function.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+    return function.apply(*args)
 
 
 class _FrozenHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        return forward_with_gradients(ctx, args)
+
+    @staticmethod
+    def backward(ctx, grad, grad_entropy, *_):
+        if grad_entropy is not None:
+            return ChunkedLogProbFunction.backward(ctx, grad, grad_entropy)
+        return None if grad is None else ctx.unit * grad.unsqueeze(1), *(None,) * 8
+
+
+class _OnCPU(_FrozenHead):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
         ctx.set_materialize_grads(False)
@@ -74,9 +96,3 @@ class _FrozenHead(torch.autograd.Function):
         ctx.compute_dtype, ctx.chunk_size = hidden.dtype, chunk_size
         ctx.kernel_args = {"logit_scale": logit_scale, "softcap": 1.0, "inv_t": 1 / temperature, "HAS_SOFTCAP": False}
         return of_target - log_z, entropy if "entropy" in outputs else None, None, None, None
-
-    @staticmethod
-    def backward(ctx, grad, grad_entropy, *_):
-        if grad_entropy is not None:
-            return ChunkedLogProbFunction.backward(ctx, grad, grad_entropy)
-        return None if grad is None else ctx.unit * grad.unsqueeze(1), *(None,) * 8

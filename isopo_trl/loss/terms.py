@@ -63,6 +63,7 @@ class Terms:
         needs_behaviour (`bool`): whether the KL divergence is corrected by the ratio to the policy that drew the
             tokens, and this can be an older one.
         needs_reference (`bool`): whether there is a KL divergence to the reference model in the loss.
+        has_bonus (`bool`): whether entropies have a gradient.
         are_balance (`bool`): whether there is the load-balancing loss alone: it is left in the policy's then, and
             TRL's loss need not be called again.
         chosen (`dict[str, Any]`): the settings by which a checkpoint knows them again.
@@ -79,7 +80,7 @@ class Terms:
         self.settings = [f"{name}={value}" for name, value in coefficients.items() if value]
         self.needs_reference = bool(coefficients["beta"])
         self.are_balance = [name for name, value in coefficients.items() if value] == ["router_aux_loss_coef"]
-        self._has_bonus = bool(adaptive or coefficients["entropy_coef"])
+        self.has_bonus = bool(adaptive or coefficients["entropy_coef"])
         self.needs_behaviour = self.needs_reference and args.use_bias_correction_kl and args.uses_stale_data
         # Of the arguments, since an adaptive coefficient moves; but for the one that may be the model's
         names = ("beta", "kl_in_reward", "use_bias_correction_kl", "entropy_coef", "use_adaptive_entropy")
@@ -97,7 +98,7 @@ class Terms:
         only their signs.
         """
         value, figures = loss.of_policy(batch, outputs, self.are_balance)
-        if self._has_bonus:
+        if self.has_bonus:
             figures["policy_loss"] = loss.policy_loss_figure(batch.with_advantages(advantages), outputs)
         return value, figures
 
@@ -135,7 +136,7 @@ class Terms:
     def figures(self, of_policy: Figures, terms: LossTerms) -> Figures:
         """What TRL would have logged of the whole loss."""
         figures = {**terms.figures, **of_policy}
-        if self._has_bonus:  # TRL has the KL divergence in it
+        if self.has_bonus:  # TRL has the KL divergence in it
             both = zip(terms.figures["policy_loss"], of_policy["policy_loss"], strict=True)
             figures["policy_loss"] = [sum(parts) for parts in both]
         return figures

@@ -1,7 +1,7 @@
 """TRL's LM head: the chunked log-probabilities, and who takes their calls."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,13 +25,21 @@ _TEMPERATURE, _OUTPUTS = (_HEAD_ARGUMENTS.index(name) - 1 for name in ("temperat
 _SQUARES = "log_sum_sq_probs"  # an output, and its place behind the log-probabilities and the entropies
 
 ChunkedLogProbFunction = require("trl.kernels.ChunkedLogProbFunction")
-require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS, mentions=(_SQUARES,))
+_FOLDS = ("_forward_tile", "_forward_kernel")  # which its forward looks up as it comes to a tile
+require("trl.kernels.ChunkedLogProbFunction.forward", *_HEAD_ARGUMENTS, mentions=(_SQUARES, *_FOLDS))
 require(f"trl.trainer.utils.{_PLACE}")
 gathered_head = require("trl.trainer.utils.maybe_gather_lm_head_ctx")
 head_uses_triton = require("trl.kernels.chunked_logprob._use_triton", "device")
 require("trl.trainer.utils._use_triton", "device")
 require("trl.trainer.utils.add_fused_lm_head", "model", "temperature", "cast_lm_head_to_fp32", "outputs")
 _BLOCK_SIZE = require("trl.kernels.chunked_logprob._BLOCK_SIZE")
+_forward_tile = require(
+    "trl.kernels.chunked_logprob._forward_tile",
+    *("tile", "tile_stride", "targets", "running_max", "sum_exp", "x_sum_exp", "sq_sum_exp", "z_sum"),
+    *("max_before_target", "target_logit", "vocab_start", "n_cols"),
+)
+_forward_kernel = require("trl.kernels.chunked_logprob._forward_kernel")  # takes the same, as pointers
+add_product = require("trl.kernels.chunked_logprob._addmm_fp32", "acc", "a", "b")
 _backward_tile = require(
     "trl.kernels.chunked_logprob._backward_tile",
     *("tile", "tile_stride", "targets", "log_z", "entropy", "grad_logprobs", "grad_entropy", "vocab_start", "n_cols"),
@@ -178,6 +186,53 @@ def scored_rows_alone(frozen: Callable[..., Any] | None = None) -> Iterator[None
         borrowed(_dispatcher, frozen=frozen),
     ):
         yield
+
+
+@dataclass(frozen=True)
+class FoldedTile:
+    """
+    A tile of logits, once TRL's forward is done with it.
+
+    Args:
+        logits (`torch.Tensor`): `[rows, width]`, before scale and temperature; may be written over.
+        rows, part (`slice`): which rows, and which part of the vocabulary.
+        before, largest (`torch.Tensor`): `[rows]`, the largest logit before this tile and with it.
+        total (`torch.Tensor`): `[rows]`, the sum of `e^(z - largest)` so far.
+    """
+
+    logits: torch.Tensor
+    rows: slice
+    part: slice
+    before: torch.Tensor
+    largest: torch.Tensor
+    total: torch.Tensor
+
+
+class _Launched:
+    """Stands in for TRL's kernel, which is taken by its grid before it is called."""
+
+    def __init__(self, seen: Callable):
+        self.seen = seen
+
+    def __getitem__(self, grid: Any) -> Callable:
+        return self.seen(_forward_kernel[grid])
+
+
+def forward_by_tiles(ctx: Any, args: Sequence[Any], see: Callable[[FoldedTile], None]) -> tuple[Any, ...]:
+    """What TRL's forward returns for the arguments of `apply`; `see` is called for each tile on the way."""
+
+    def seen(fold: Callable) -> Callable:
+        def run(tile, stride, targets, largest, total, *others, **settings):
+            before, first, (start, width) = largest.clone(), largest.storage_offset(), others[-2:]
+            fold(tile, stride, targets, largest, total, *others, **settings)
+            rows, part = slice(first, first + len(tile)), slice(start, start + width)
+            see(FoldedTile(tile, rows, part, before, largest, total))
+
+        return run
+
+    module = importlib.import_module(ChunkedLogProbFunction.__module__)
+    with borrowed(module, **dict(zip(_FOLDS, (seen(_forward_tile), _Launched(seen)), strict=True))):
+        return ChunkedLogProbFunction.forward(ctx, *args)
 
 
 def logits_gradient_tile(

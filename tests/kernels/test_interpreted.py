@@ -39,6 +39,7 @@ KERNELS = [
     "tests/kernels/test_divergence.py",
     "tests/kernels/test_v.py",
     "tests/layers/test_gated.py",
+    "tests/layers/test_head_gradients.py",
     "tests/layers/test_rms_norm.py",
     "tests/layers/test_rotary.py",
     "tests/test_microbatch.py",

@@ -47,10 +47,29 @@ def test_nothing_scored_has_a_gradient_of_zero():
     assert logps.shape == entropy.shape == (0,) and not hidden.grad.any()
 
 
-@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"outputs": ("is_top1",)}, {"dtype": torch.bfloat16}], ids=str)
-def test_what_it_does_not_know_goes_to_trl(given, monkeypatch):
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"outputs": ("is_top1",), "entropy_counts": True}], ids=str)
+def test_what_gains_nothing_goes_to_trl(given, monkeypatch):
     calls = []
     monkeypatch.setattr(ChunkedLogProbFunction, "apply", lambda *args: calls.append(args))
-    hidden, weight, bias, targets = example(given.pop("dtype", torch.float64))
-    frozen_head.frozen_head(hidden, weight, bias, targets, 1.0, 8, **given)
+    frozen_head.frozen_head(*example(), 1.0, 8, **given)
     assert len(calls) == 1 and len(calls[0]) == 9
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("given", [{"outputs": ("entropy", "is_top1")}, {"dtype": torch.bfloat16}], ids=str)
+def test_elsewhere_outputs_are_trls_bit_for_bit(given, with_entropy):
+    """Other outputs and other dtypes than the loop for CPUs knows, as everything is on a GPU."""
+    dtype = given.get("dtype", torch.float64)
+    settings = (0.7, 8, None, 0.3, given.get("outputs", ("entropy",)))
+    hidden, *others = example(dtype)
+    found = frozen_head.frozen_head(hidden, *others, *settings)
+    expected = ChunkedLogProbFunction.apply(hidden, *others, *settings)
+    assert all(x is y if x is None else torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    slopes = torch.linspace(-1, 2, N, dtype=found[0].dtype)
+    totals = [
+        (slopes * (logps + entropy if with_entropy else logps)).sum() for logps, entropy, *_ in (found, expected)
+    ]
+    of_found, of_expected = (torch.autograd.grad(total, hidden)[0] for total in totals)
+    rtol, atol = (1e-9, 1e-12) if dtype == torch.float64 else (0.03, 0.03)
+    torch.testing.assert_close(of_found, of_expected, rtol=rtol, atol=atol)
+    assert of_found.dtype == dtype
