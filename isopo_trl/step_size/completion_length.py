@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from .optimizers import is_plain
+
 
 # What a step moves the policy by with `target_kl="auto"`, in nats per completion
 AUTO = 0.05
@@ -16,8 +18,7 @@ DECAY = 0.9
 def automatic(optimizer: Any) -> float:
     """What `target_kl="auto"` is with an optimizer, in nats per completion."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of DeepSpeed's
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    return AUTO_PLAIN if is_sgd and not any(group["momentum"] for group in optimizer.param_groups) else AUTO
+    return AUTO_PLAIN if is_plain(optimizer) else AUTO
 
 
 class CompletionLength:
