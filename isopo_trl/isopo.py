@@ -371,8 +371,8 @@ class ISOPO:
         """Refuse parameters that have become trainable since the layers were planned: nothing rescales them."""
         new = trained_parameters(self._model, self._planned)
         if new:
-            places = {module: place for place, module in self._model.named_modules()}
-            names = sorted(full_name(places[module], name) for module, name in new)
+            modules = {module: name for name, module in self._model.named_modules()}
+            names = sorted(full_name(modules[module], name) for module, name in new)
             raise RuntimeError(
                 f"{', '.join(names[:8])} became trainable after ISOPO was attached, so nothing would rescale the "
                 "gradient: set `requires_grad` (or the adapter) before attaching, or `detach` and attach again."
@@ -639,7 +639,7 @@ class ISOPO:
         ledger, reached = self._last_of("multipliers")
         advantages = torch.where(ledger.advantages == 0, torch.nan, ledger.advantages)
         table = (ledger.table[:, 0] / advantages).cpu()
-        return {self._entry_names[place]: table[place] for place in reached}
+        return {self._entry_names[entry]: table[entry] for entry in reached}
 
     def projections(self) -> dict[str, torch.Tensor]:
         """
@@ -648,10 +648,8 @@ class ISOPO:
         parameter that is used twice (tied embedding and head) has two entries with the same `D`.
         """
         ledger, reached = self._last_of("projections")
-        if ledger.projection is None:
-            raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
-        table = ledger.projection.cpu()
-        return {self._entry_names[place]: table[place] for place in reached}
+        table = _projected(ledger).cpu()
+        return {self._entry_names[entry]: table[entry] for entry in reached}
 
     def influences(self) -> torch.Tensor:
         """
@@ -661,16 +659,14 @@ class ISOPO:
         unit of the learning rate.
         """
         ledger, reached = self._last_of("influences")
-        if ledger.projection is None:
-            raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
-        return (ledger.table[reached, 0] * ledger.projection[reached]).sum(0).cpu()
+        return (ledger.table[reached, 0] * _projected(ledger)[reached]).sum(0).cpu()
 
     def _last_of(self, asked: str) -> tuple[Ledger, list[int]]:
-        """The ledger of the last microbatch, and the places of the layers that its backward reached."""
+        """The ledger of the last microbatch, and the entries of the layers that its backward reached."""
         if self._last is None:
             raise RuntimeError(f"`{asked}` was called before any microbatch had ended.")
         ledger, visits = self._last
-        return ledger, [place for place, times in enumerate(visits) if times]
+        return ledger, [entry for entry, times in enumerate(visits) if times]
 
     # Coverage
 
@@ -717,6 +713,13 @@ def valid_decay(regularization_decay: float) -> float:
     if not 0 <= regularization_decay < 1:
         raise ValueError(f"regularization_decay={regularization_decay} must lie in [0, 1).")
     return regularization_decay
+
+
+def _projected(ledger: Ledger) -> torch.Tensor:
+    """The projections `[L, m]` of a microbatch; raises where there are none."""
+    if ledger.projection is None:
+        raise RuntimeError("No direction was held in the last microbatch: call `hold` before it begins.")
+    return ledger.projection
 
 
 def _is_whole(figures: dict[str, float]) -> bool:

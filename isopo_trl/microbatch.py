@@ -116,7 +116,7 @@ class Microbatch:
     def note_parameters(self, index: int, *parameters: Any) -> None:
         """
         Note the trained parameters of layer `index`, or the views of them that it works with, in the order of its
-        gradients: [`direction_of`] is that of these. `None` and those that are not trained are left out.
+        gradients: [`direction_of`] is that of these. `None` and what is not trained is left out.
         """
         if self.direction is not None:
             self._parameters[index] = tuple(p for p in parameters if p is not None and p.requires_grad)
@@ -165,7 +165,7 @@ class Microbatch:
             self.draw.collect(index, {"g": g, **rows})
 
     def collect_sequences(self, index: int, V: torch.Tensor) -> None:
-        """The same where samples are gradients of whole sequences, `V` `[m, d]`."""
+        """Copy what the next step is measured with, where samples are gradients of whole sequences, `V` `[m, d]`."""
         if self.draw is not None:
             number = self.draw.rows_of_layers.sequences_of(V.shape[1])
             if number:

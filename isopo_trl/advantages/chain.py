@@ -21,12 +21,12 @@ class Chain:
 
     @property
     def selecting(self) -> list[str]:
-        """The names of those that leave sequences out."""
+        """The names of the transforms that leave sequences out."""
         return [transform.name for transform in self.transforms if transform.stage == STAGES[-1]]
 
     @property
     def needs_behaviour(self) -> bool:
-        """Whether one of them asks what tokens were drawn with."""
+        """Whether a transform asks what tokens were drawn with."""
         return any(transform.needs_behaviour for transform in self.transforms)
 
     @property
@@ -36,12 +36,12 @@ class Chain:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The settings that they have."""
+        """The settings of all transforms."""
         return tuple(name for transform in self.transforms for name in transform.settings)
 
     def refuse(self, turns: list[str], is_sharded: bool, needing_all: list[str]) -> None:
         """
-        Raise where they cannot be what they are.
+        Raise where the settings leave a transform without a meaning.
 
         Args:
             turns (`list[str]`): what makes several turns of a completion.
@@ -88,7 +88,7 @@ class Chain:
         return {name: getattr(self._args, name) for name in ("advantage_transform", *self.settings)}
 
     def apply(self, generation: Generation) -> torch.Tensor:
-        """The advantages `[N]` that come to the loss, of a generation with those that TRL has made."""
+        """The advantages `[N]` that come to the loss, of a generation with the ones that TRL has made."""
         for transform in self.transforms:
             transform.verify_rewards(generation)
             result = transform.apply(generation)
@@ -117,10 +117,10 @@ class Chain:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """By name, what each of them needs to go on."""
+        """What each transform needs to go on, by its name."""
         return {transform.name: transform.state_dict() for transform in self.transforms}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what [`state_dict`] returned; those of which it has nothing begin anew."""
+        """Take what [`state_dict`] returned; a transform of which it has nothing begins anew."""
         for transform in self.transforms:
             transform.load_state_dict(state.get(transform.name, {}))

@@ -30,7 +30,7 @@ class CPPO(Transform):
     def refusals(cls, args: Any) -> Iterator[tuple[bool, str]]:
         yield from super().refusals(args)
         yield (
-            args.cppo_pruning < 1 and kept(args.num_generations, args.cppo_pruning) == 0,
+            args.cppo_pruning < 1 and number_trained(args.num_generations, args.cppo_pruning) == 0,
             f"cppo_pruning={args.cppo_pruning} leaves none of num_generations={args.num_generations} completions: "
             "lower it, or raise num_generations.",
         )
@@ -39,10 +39,10 @@ class CPPO(Transform):
         grouped = generation.advantages.view(-1, generation.group)
         # Of equal ones the first
         order = grouped.abs().argsort(dim=1, descending=True, stable=True)
-        pruned = order[:, kept(generation.group, self.args.cppo_pruning) :]
+        pruned = order[:, number_trained(generation.group, self.args.cppo_pruning) :]
         return grouped.scatter(1, pruned, 0).flatten()
 
 
-def kept(group: int, pruning: float) -> int:
+def number_trained(group: int, pruning: float) -> int:
     """How many of a group's completions are trained on: `(1 - P) G`, rounded down."""
     return int(group * (1 - pruning) + 1e-9)  # a product may miss a whole number by a rounding

@@ -24,12 +24,8 @@ logger = get_logger(__name__)
 
 # What decides which microbatch of which generation comes next
 _SETTINGS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "num_iterations",
-    "num_generations",
-    "group_microbatches",
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
+    *("num_generations", "group_microbatches"),
 )
 
 

@@ -20,25 +20,12 @@ from ..token_weights import Weighting
 from ..token_weights.ratio_loss import BY_RATIO, RANGE
 
 
-# Shown of every run, beside the settings of the rule and those that were changed
+# Shown of every run, beside the settings of the rule and the changed ones
 _SETTINGS = (
-    "regularization_decay",
-    "fisher_samples",
-    "fisher_scope",
-    "token_weights",
-    "loss_type",
-    "learning_rate",
-    "lr_scheduler_type",
-    "max_steps",
-    "num_train_epochs",
-    "num_generations",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "temperature",
-    "max_completion_length",
-    "max_grad_norm",
-    "use_vllm",
-    "seed",
+    *("regularization_decay", "fisher_samples", "fisher_scope", "token_weights", "loss_type"),
+    *("learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs"),
+    *("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("temperature", "max_completion_length", "max_grad_norm", "use_vllm", "seed"),
 )
 # Without a `card_prompt`: prompts of the training set may not be for everybody to read
 _QUESTION = "A question of the kind that this model was trained on goes here."
@@ -119,7 +106,7 @@ def write(path: str, model_name: str | None, trainer: Any) -> None:
 
 
 def _settings(args: ISOPOConfig, isopo: ISOPO, weighting: Weighting, transforms: Chain) -> dict[str, Any]:
-    """Settings of a run by name: the rule's, the weighting's, some of every run, and those that were changed."""
+    """Settings of a run by name: the rule's, the weighting's, some of every run, and the changed ones."""
     rule = isopo.rule
     changeable = (*ISOPOConfig.__annotations__, *RANGE, *BY_RATIO.get(args.loss_type, ()))
     changed = [name for name in changeable if getattr(args, name) != getattr(ISOPOConfig, name, None)]

@@ -24,13 +24,13 @@ class OwnState:
     Args:
         isopo ([`ISOPO`]): its statistics.
         chosen (`dict[str, Any]`): settings by which a checkpoint knows again what is done with tokens.
-        kept (`Collection[str]`): names of those that the statistics depend on.
+        binding (`Collection[str]`): names of the settings, among the chosen ones, that the statistics depend on.
         parts (`dict[str, Any]`): by their names in the file, others with a `state_dict` and a `load_state_dict`.
     """
 
     isopo: ISOPO
     chosen: dict[str, Any]
-    kept: Collection[str]
+    binding: Collection[str]
     parts: dict[str, Any]
 
     def save(self, folder: str, place: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class OwnState:
         saved, own = state["weighting"], self.chosen
         changed = [name for name in own if name in saved and saved[name] != own[name]]
         changes = ", ".join(f"{name}={saved[name]!r} to {own[name]!r}" for name in changed)
-        if any(self.isopo.rule.needs) and set(self.kept).intersection(changed):
+        if any(self.isopo.rule.needs) and set(self.binding).intersection(changed):
             raise ValueError(
                 f"{path}: The saved ISOPO statistics are of gradients under other token weights ({changes}): resume "
                 "with the saved settings, or start a new run from the saved weights."

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 def lost_weights(model: nn.Module, missing: Sequence[str]) -> list[str]:
     """
-    Names, among those that are `missing` from a checkpoint, of weights that it should have and has under no other
-    name, as tied weights do.
+    Names, among the ones `missing` from a checkpoint, of weights that it should have and has under no other name, as
+    tied weights do.
     """
     weights, absent = model.state_dict(keep_vars=True), set(missing)
     there = {id(weight) for name, weight in weights.items() if name not in absent}

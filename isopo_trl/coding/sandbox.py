@@ -76,7 +76,7 @@ class Confined:
         if sys.platform != "linux":
             raise RuntimeError(REFUSAL.format(reason=f"this is {sys.platform}"))
         self.limits = limits
-        kept = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
+        environment = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(PROGRAM)],
             stdin=subprocess.PIPE,
@@ -84,7 +84,7 @@ class Confined:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd="/",
-            env=kept,
+            env=environment,
             start_new_session=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None

@@ -53,10 +53,6 @@ class LayerRows:
         self.collected, self.sequences = collected, sequences
         self.is_verified = False  # that rows have the shapes of the slots
 
-    def are_like(self, dtype: torch.dtype) -> bool:
-        """Whether there are rows of the step before, and all inputs and cotangents are of this type."""
-        return self.held is not None and self.held.g.dtype is self.held.inputs.dtype is dtype
-
     def exchange(self) -> None:
         """The rows of this step become those of the step before, whose memory is filled next."""
         before = self.held
@@ -149,16 +145,12 @@ class FisherRows:
         number = min(self.samples, self._share // max(elements, 1))
         return number if number >= min(self.samples, FEWEST_SEQUENCES) else 0
 
-    def known(self, index: int) -> LayerRows | None:
-        """The rows of a layer that has been asked for; every layer asks in every microbatch."""
+    def layer(self, index: int, rows: Callable[[], Buffers], sequences: int = 0) -> LayerRows:
+        """The rows of a layer, made when first asked for, of the shapes and types of its `rows()` `[N, ...]`."""
         found = self.layers.get(index)
-        return found if found is not None and found.is_verified else None
-
-    def layer(self, index: int, like: Buffers, sequences: int = 0) -> LayerRows:
-        """The same, made when first asked for; `like` `[N, ...]` are rows of the layer."""
-        found = self.layers.get(index)
-        if found is not None and found.is_verified:
+        if found is not None and found.is_verified:  # every layer asks in every microbatch
             return found
+        like = rows()
         if found is None:
             # Vectors are small: they are collected as they were summed
             types = {name: x.dtype if "a" in like else accumulation_dtype(x.dtype) for name, x in like.items()}
@@ -204,7 +196,7 @@ class FisherRows:
 
     def close(self, keep: bool = True) -> None:
         """
-        Close an optimizer step, on every rank: the best rows of all ranks are those that the next step goes by; or, if
+        Close an optimizer step, on every rank: the next step goes by the best rows of all ranks; or, if
         not `keep`, those of the last step stay, and the step is not counted: not every way of training makes it.
         """
         if keep and self.layers:
@@ -402,7 +394,7 @@ class Draw:
             rows (`dict[str, torch.Tensor]`): by the names of the fields of [`SampleRows`].
             sequences (`int`): if not 0, rows are those of whole sequences, of which so many are collected.
         """
-        layer = self.rows_of_layers.layer(index, rows, sequences)
+        layer = self.rows_of_layers.layer(index, lambda: rows, sequences)
         Slots(layer.collected, self.source(sequences), self.factor).put_all(rows)
 
     def into(self, index: int, g: torch.Tensor, a: torch.Tensor) -> Into | None:
@@ -410,13 +402,13 @@ class Draw:
         Where a kernel puts a linear layer's rows while it measures them; `None` where there are no rows from before to
         measure with, or rows are not copied as they are.
         """
-        layer = self.rows_of_layers.known(index) or self.rows_of_layers.layer(index, {"g": g, "a": a})
-        if self.factor != 1 or not layer.are_like(g.dtype):
+        layer = self.rows_of_layers.layer(index, lambda: {"g": g, "a": a})
+        if self.factor != 1 or layer.held is None or not layer.held.are_of(g.dtype):
             return None
         return layer.collected["g"], layer.collected["a"], self.source().numbers
 
     def into_vectors(self, index: int, like: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The same for an elementwise parameter like `[..., d]`: its slots, and which of them each row goes to."""
+        """Where a kernel puts the rows of an elementwise parameter like `[..., d]`: slots, and the one of each row."""
         if self.factor != 1 or self.rows_of_layers.held(index) is None:
             return None
         if self._slots is None:
@@ -432,9 +424,7 @@ class Draw:
         self.source().moved(self.samples.slots(rows).long()).put(self._vectors(index, v), v, self.factor)
 
     def _vectors(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        layers = self.rows_of_layers
-        found = layers.known(index) or layers.layer(index, {"g": like.new_empty(0, like.shape[-1])})
-        return found.collected["g"]
+        return self.rows_of_layers.layer(index, lambda: {"g": like.new_empty(0, like.shape[-1])}).collected["g"]
 
     def in_parts(self, index: int, like: Buffers, row_of: torch.Tensor) -> "Slots":
         """
@@ -445,7 +435,8 @@ class Draw:
             like (`dict[str, torch.Tensor]`): `[0, ...]`, what its rows look like.
             row_of (`torch.Tensor`): `[N]`, the row of each position at this layer; `-1` where it has none.
         """
-        return Slots(self.rows_of_layers.layer(index, like).collected, self.source().moved(row_of), self.factor)
+        buffers = self.rows_of_layers.layer(index, lambda: like).collected
+        return Slots(buffers, self.source().moved(row_of), self.factor)
 
     def collect_routed(
         self, index: int, g: torch.Tensor, a: torch.Tensor, choices: torch.Tensor, places: torch.Tensor
@@ -459,11 +450,13 @@ class Draw:
             choices (`torch.Tensor`): `[N, k]`, the experts of each position.
             places (`torch.Tensor`): `[N k]`, the row of each of these.
         """
-        k, source, found = choices.shape[1], self.source(), self.rows_of_layers.known(index)
-        if found is None:
-            like = {"g": g.new_empty(0, k, g.shape[1]), "a": a.new_empty(0, k, a.shape[1]), "choices": choices[:0]}
-            found = self.rows_of_layers.layer(index, like)
-        buffers = found.collected
+        k, source = choices.shape[1], self.source()
+
+        def like() -> Buffers:
+            by_choice = {name: x.new_empty(0, k, x.shape[1]) for name, x in (("g", g), ("a", a))}
+            return {**by_choice, "choices": choices[:0]}
+
+        buffers = self.rows_of_layers.layer(index, like).collected
         if self.factor == 1 and kernels.take_routed(g, a, buffers):
             kernels.put_routed(buffers, g, a, choices, places, source.numbers)
             return

@@ -179,7 +179,7 @@ class Source:
         return self.numbers == NOTHING
 
     def moved(self, row_of: torch.Tensor) -> "Source":
-        """The same where rows are numbered differently: `row_of` `[N]` is the new number, or `-1` for zeros."""
+        """The source where rows are numbered differently: `row_of` `[N]` is the new number, or `-1` for zeros."""
         there = row_of[self.rows]
         return Source(torch.where(self.numbers < 0, self.numbers, torch.where(there < 0, NOTHING, there)))
 
@@ -190,7 +190,7 @@ class Source:
         return Source(torch.where(self.numbers < 0, self.numbers, places))
 
     def nothing(self) -> "Source":
-        """The same where there are no rows: slots that would get one get zeros."""
+        """The source where there are no rows: slots that would get one get zeros."""
         return Source(torch.where(self.numbers < 0, self.numbers, NOTHING))
 
     def put(self, buffer: torch.Tensor, x: torch.Tensor, factor: float = 1.0) -> None:

@@ -168,7 +168,7 @@ class Routing:
         return self._sample_rows
 
     def rows_from_before(self, samples: SampleRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for rows from before: their numbers among the `samples`' own, `[n k, ...]`."""
+        """Each expert's rows from before: their numbers among the `samples`' own, `[n k]`, and where they begin."""
         experts, rows = samples.by_expert
         return rows, torch.searchsorted(experts, self._numbers)
 

@@ -132,6 +132,10 @@ class Samples:
         assert self._slots is not None
         return self._slots
 
+    def are_of(self, dtype: torch.dtype) -> bool:
+        """Whether their rows are of this type if the batch's are."""
+        return True
+
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The sampled rows of `x`, `[N, ...]` -> `[n, ...]`; what is made of them goes through `masked`."""
         return x.index_select(0, self.rows)
@@ -183,6 +187,10 @@ class SampleRows:
         """`a`, of a layer that has inputs."""
         assert self.a is not None
         return self.a
+
+    def are_of(self, dtype: torch.dtype) -> bool:
+        """Whether inputs and cotangents are of this type."""
+        return self.g.dtype is self.inputs.dtype is dtype
 
     @cached_property
     def by_expert(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,8 +41,8 @@ def load_gsm8k(
             raise ValueError(
                 f"{source} has {len(problems)} problems: at least 2 are needed, to train and to validate."
             )
-        kept = len(problems) - max(1, int(HELD_OUT * len(problems)))
-        return problems.select(range(kept)), problems.select(range(kept, len(problems)))
+        first = len(problems) - max(1, int(HELD_OUT * len(problems)))
+        return problems.select(range(first)), problems.select(range(first, len(problems)))
     if config is None and source == "openai/gsm8k":
         config = "main"
     try:
@@ -52,7 +52,7 @@ def load_gsm8k(
         raise ValueError(
             f"The data set {source!r} is neither a file nor could it be loaded from the Hub: {reason}"
         ) from error
-    return checked(first, f"{source}, {train}"), checked(second, f"{source}, {test}")
+    return verified(first, f"{source}, {train}"), verified(second, f"{source}, {test}")
 
 
 def read_problems(path: str) -> Dataset:
@@ -79,7 +79,7 @@ def _parsed(line: str, where: str) -> dict[str, str]:
         raise ValueError(f"{where} is not valid JSON ({error}): every line should be one JSON object.") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object: it should be one with {' and '.join(COLUMNS)}.")
-    _check(row, where)
+    _verify(row, where)
     return {name: str(row[name]) for name in COLUMNS}
 
 
@@ -90,7 +90,7 @@ def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def checked(dataset: Dataset, name: str) -> Dataset:
+def verified(dataset: Dataset, name: str) -> Dataset:
     """`dataset` with the two columns alone, once every row has been found to have a question and a number."""
     missing = [column for column in COLUMNS if column not in dataset.column_names]
     if missing:
@@ -99,11 +99,11 @@ def checked(dataset: Dataset, name: str) -> Dataset:
             f"{' and '.join(COLUMNS)}."
         )
     for number, row in enumerate(dataset):
-        _check(row, f"{name}, row {number}")
+        _verify(row, f"{name}, row {number}")
     return dataset.select_columns(list(COLUMNS))
 
 
-def _check(row: dict[str, Any], where: str) -> None:
+def _verify(row: dict[str, Any], where: str) -> None:
     for column in COLUMNS:
         if row.get(column) is None or str(row[column]).strip() == "":
             given = ", ".join(row) or "nothing"

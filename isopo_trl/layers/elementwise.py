@@ -117,8 +117,6 @@ class _HandOut(torch.autograd.Function):
         rows = [g.movedim(ctx.axes, tuple(range(len(ctx.axes)))).flatten(len(ctx.axes)) for g in gradients]
         v = microbatch.rows(layer.name, torch.cat(rows, dim=-1) if len(rows) > 1 else rows[0])
         total = elementwise_gradient(v, layer.index, microbatch, ctx.dtypes[0])
-        if len(rows) == 1:
-            return None, None, None, None, *with_aside(ctx, total)
         flat = zip(total.split(v.shape[1] // len(rows)), ctx.dtypes, strict=True)
         return None, None, None, None, *with_aside(ctx, *(g.to(dtype) for g, dtype in flat))
 

@@ -22,7 +22,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ..geometry.routing import Routing, routed_statistics
-from ..geometry.sequences import SampleRows, Sequences
+from ..geometry.sequences import Sequences
 from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .layer import (
@@ -83,7 +83,7 @@ class ExpertStack(Part):
         forward_of ([`ExpertsForward`]): the forward that it takes part in.
         module (`nn.Module`): the module whose parameters are trained: the experts, or a factor of their LoRA.
         name (`str`): its name in the model.
-        index (`int`): the first expert's place in the running statistics.
+        index (`int`): the first expert's entry in the running statistics.
         parameters (`list[str]`): names of the trained parameters, relative to the module.
     """
 
@@ -281,10 +281,9 @@ class _Routed(torch.autograd.Function):
 
 
 def _cast(module: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
-    """As the module's implementation would before the product: grouped ones know nothing of autocast."""
-    if _implementation(module) == "grouped_mm":
-        return x.to(W.dtype), W, bias
-    x, W, bias = autocast(x, W, bias)
+    """The operands, cast as the module's implementation casts them: grouped ones know nothing of autocast."""
+    if _implementation(module) != "grouped_mm":
+        x, W, bias = autocast(x, W, bias)
     return x.to(W.dtype), W, bias
 
 
@@ -346,9 +345,7 @@ def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: b
     if microbatch.draw is not None:
         microbatch.draw.collect_routed(stack.index, g, inputs, routing.choices, routing.places)
     samples = microbatch.samples_of(stack.index)
-    of_one_type = g.dtype == a.dtype
-    if isinstance(samples, SampleRows):
-        of_one_type = of_one_type and samples.g.dtype == samples.inputs.dtype == g.dtype
+    of_one_type = g.dtype == a.dtype and (samples is None or samples.are_of(g.dtype))
     if of_one_type and microbatch.kernels_take(g):
         entry = microbatch.open_entry(stack.index, len(stack.indices))
         c_in_table = kernels.expert_coefficients(g, inputs, bias, routing, samples, entry)

@@ -38,10 +38,15 @@ class FunctionalLinearLayer(LinearLayer):
 
         # What the product is called with may be casts of them
         microbatch.note_parameters(self.index, module.weight, module._parameters.get("bias"))
-        with LinearCalls(module.weight, product) as calls:
-            output = type(module).forward(module, x, *args, **kwargs)
-        calls.verify_once(self.name)
-        return output
+        return _with_product(self, product, module, x, *args, **kwargs)
+
+
+def _with_product(layer: Layer, product: Callable[..., torch.Tensor], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a module returns whose one product with its weight is made by `product`."""
+    with LinearCalls(module.weight, product) as calls:
+        output = type(module).forward(module, *args, **kwargs)
+    calls.verify_once(layer.name)
+    return output
 
 
 class LinearFactor(Part, LinearLayer):
@@ -59,7 +64,7 @@ class FunctionalLoRA(Layer):
         self.factors: dict[str, LinearFactor] = {}
 
     def add_factor(self, factor: Factor, name: str, index: int) -> LinearFactor:
-        """A trained factor, with its place in the running statistics."""
+        """A trained factor, with its entry in the running statistics."""
         self.factors[factor.side] = LinearFactor(self, factor.module, name, index)
         return self.factors[factor.side]
 
@@ -84,10 +89,7 @@ class FunctionalLoRA(Layer):
             frozen = module.parametrizations.weight.original.to(weight.dtype)
             return torch.nn.functional.linear(x, frozen, bias) + linear(linear(x, "A") * scaling, "B")
 
-        with LinearCalls(module.weight, product) as calls:
-            output = type(module).forward(module, x, *args, **kwargs)
-        calls.verify_once(self.name)
-        return output
+        return _with_product(self, product, module, x, *args, **kwargs)
 
 
 class LinearCalls(TorchFunctionMode):

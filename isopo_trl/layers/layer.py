@@ -37,7 +37,7 @@ class Layer:
         current ([`CurrentMicrobatch`]): where to find the microbatch under way.
         module (`nn.Module`): the module whose parameters are trained.
         name (`str`): its name in the model.
-        index (`int`): its place in the running statistics.
+        index (`int`): its entry in the running statistics.
     """
 
     kind: ClassVar[str]
@@ -63,11 +63,11 @@ class Layer:
 
     @property
     def indices(self) -> range:
-        """Its places in the running statistics: one, or for a stack of matrices one for each."""
+        """Its entries in the running statistics: one, or for a stack of matrices one for each."""
         return range(self.index, self.index + 1)
 
     def entry_names(self) -> list[str]:
-        """What each of these places is called."""
+        """What each of these entries is called."""
         return [f"{self.name}.{self.parameters[0]}" if self.name else self.parameters[0]]
 
     def forward(self, module: Any, microbatch: Microbatch, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def once(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def run(ctx, *gradients):
         if torch.is_grad_enabled():
-            _refuse_second_derivative()
+            raise RuntimeError("ISOPO's gradients cannot be differentiated again: backward without `create_graph`.")
         if torch._C._is_any_autocast_enabled():
             with _without_autocast(gradients):
                 return backward(ctx, *gradients)
@@ -261,10 +261,6 @@ def _without_autocast(gradients: tuple[Any, ...]) -> Any:
         if g is not None:
             return torch.autocast(g.device.type, enabled=False)
     return contextlib.nullcontext()
-
-
-def _refuse_second_derivative() -> None:
-    raise RuntimeError("ISOPO's gradients cannot be differentiated again: backward without `create_graph`.")
 
 
 def layer_backward(backward_of_term: Callable) -> Callable[[Callable], Callable]:

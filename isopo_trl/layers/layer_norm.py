@@ -36,12 +36,17 @@ class LayerNormLayer(VectorLayer):
         return _LayerNorm.apply(x, weight, bias, module.eps, axes, self, microbatch)
 
 
-def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-    x, weight, bias, mean, rstd = ctx.saved_tensors
-    needed = list(ctx.needs_input_grad[:3])
-    grad_x, *gradients = torch.ops.aten.native_layer_norm_backward(
+def _own_backward(saved: Any, grad: torch.Tensor, needed: list[bool]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of input, scale and shift that are `needed`, as PyTorch has them, from what the forward saved."""
+    x, weight, bias, mean, rstd = saved
+    return torch.ops.aten.native_layer_norm_backward(
         grad.contiguous(), x, x.shape[-1:], mean, rstd, weight, bias, needed
     )
+
+
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    needed = list(ctx.needs_input_grad[:3])
+    grad_x, *gradients = _own_backward(ctx.saved_tensors, grad, needed)
     if any(needed[1:]):
         ctx.microbatch.visit_in_term(ctx.layer.index)
         put_aside(ctx, *(g if needs else None for g, needs in zip(gradients, needed[1:], strict=True)))
@@ -61,14 +66,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @layer_backward(_backward_of_term)
     def backward(ctx, grad):
-        x, weight, bias, mean, rstd = ctx.saved_tensors
+        x, weight, bias, mean, rstd = saved = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = None
-        if needs_x:
-            grad_x, _, _ = torch.ops.aten.native_layer_norm_backward(
-                grad.contiguous(), x, x.shape[-1:], mean, rstd, weight, bias, [True, False, False]
-            )
+        grad_x = _own_backward(saved, grad, [True, False, False])[0] if needs_x else None
         parts = []
         if needs_weight:
             parts.append(grad * ((x - mean) * rstd))

@@ -158,14 +158,17 @@ def _sum(g: torch.Tensor, dtype: torch.dtype, plus: torch.Tensor | None = None) 
 
 def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
     x, weight = ctx.saved_tensors
-    microbatch = ctx.microbatch
-    N = microbatch.sequences.rows
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    g = grad.reshape(N, -1)
-    microbatch.visit_in_term(ctx.layer.index)
+    rows = _rows(ctx, x, weight, grad)
+    ctx.microbatch.visit_in_term(ctx.layer.index)
     ctx.aside = take_aside(ctx) or LinearTerms()
-    ctx.aside.add(LinearRows(g, x.reshape(N, -1), weight.dtype, needs_weight, needs_bias), microbatch)
-    return (g @ weight).view_as(x) if needs_x else None
+    ctx.aside.add(rows, ctx.microbatch)
+    return rows.g.mm(weight).view_as(x) if ctx.needs_input_grad[0] else None
+
+
+def _rows(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> LinearRows:
+    """The rows of the backward; the forward has verified positions. Checkpointing unpacks saved tensors but once."""
+    _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    return LinearRows(grad.flatten(0, -2), x.flatten(0, -2), weight.dtype, needs_weight, needs_bias)
 
 
 @torch.no_grad()
@@ -194,13 +197,10 @@ class _Linear(LayerFunction):
     @layer_backward(_backward_of_term)
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        # Positions were checked in the forward
-        g = grad.flatten(0, -2)
-        rows = LinearRows(g, x.flatten(0, -2), weight.dtype, needs_weight, needs_bias)
+        rows = _rows(ctx, x, weight, grad)
         gradients = linear_gradient(rows, ctx.layer.index, ctx.microbatch, take_aside(ctx))
         # Behind the other, which may need much memory for a moment
-        grad_x = g.mm(weight).view_as(x) if needs_x else None
+        grad_x = rows.g.mm(weight).view_as(x) if ctx.needs_input_grad[0] else None
         return grad_x, *gradients, None, None, None
 
 
@@ -227,7 +227,7 @@ def linear_gradient(
         return None, alone if terms.bias is None else terms.bias.add_(alone)
     sequences, needs, draw = microbatch.sequences, microbatch.needs, microbatch.draw
     samples = microbatch.samples_of(index)
-    kernels = g.dtype == a.dtype and microbatch.kernels_measure(g) and (draw is None or _is_of(samples, g.dtype))
+    kernels = g.dtype == a.dtype and microbatch.kernels_measure(g) and (samples is None or samples.are_of(g.dtype))
     explicit = needs.norm or needs.ntk  # gradients V_s may be needed
     strategy: Strategy = "ghost"
     if not kernels or explicit:
@@ -258,10 +258,6 @@ def linear_gradient(
     return _product(g, a, dtype, terms.weight), _sum(g, dtype, terms.bias) if bias else None
 
 
-def _is_of(samples: Any, dtype: torch.dtype) -> bool:
-    return not isinstance(samples, SampleRows) or samples.g.dtype == samples.inputs.dtype == dtype
-
-
 def _coefficients_by_kernels(
     rows: LinearRows, index: int, microbatch: Microbatch, samples: Any, into: Into | None, strategy: Strategy
 ) -> tuple[Entry, torch.Tensor | None]:
@@ -289,7 +285,7 @@ def _coefficients_by_kernels(
 def _statistics_by_kernels(
     rows: LinearRows, index: int, microbatch: Microbatch, samples: Any, into: Into | None, strategy: Strategy
 ) -> tuple[Statistics, torch.Tensor | None]:
-    """The same without coefficients, for a rule that the kernels do not know: its statistics, and `V`."""
+    """The statistics, for a rule that the kernels do not know, and `V` where the strategy forms it whole."""
     sequences, needs = microbatch.sequences, microbatch.rule.needs
     sums, V = v_kernels.VSums(microbatch.rule), None
     if needs.norm or needs.ntk:

@@ -114,18 +114,24 @@ def lora_linears(current: CurrentMicrobatch, model: nn.Module, layers: list[Laye
     return found
 
 
-def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+def _gone_back(ctx: Any, grad: torch.Tensor) -> tuple[LinearRows, LinearRows, torch.Tensor | None]:
+    """The rows of `A` and of `B`, and the gradient of the input where it is needed."""
     x, h, weight, A, B = ctx.saved_tensors
-    layer, microbatch = ctx.layer, ctx.microbatch
-    g = grad.reshape(len(x), -1)
+    g = grad.flatten(0, -2)
     dh = torch.addmm(h, g, B, beta=0, alpha=ctx.scaling)
-    microbatch.visit_in_term(layer.A.index, layer.B.index)
+    needs_x = ctx.needs_input_grad[0]
+    grad_x = g.mm(weight).addmm_(dh, A).view(*grad.shape[:-1], -1) if needs_x else None
+    return LinearRows(dh, x, ctx.dtype), LinearRows(g, h, ctx.dtype), grad_x
+
+
+def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
+    microbatch = ctx.microbatch
+    rows_A, rows_B, grad_x = _gone_back(ctx, grad)
+    microbatch.visit_in_term(ctx.layer.A.index, ctx.layer.B.index)
     ctx.aside = of_A, of_B = take_aside(ctx) or (LinearTerms(), LinearTerms())
-    of_A.add(LinearRows(dh, x, ctx.dtype), microbatch)
-    of_B.add(LinearRows(g, h, ctx.dtype), microbatch)
-    if not ctx.needs_input_grad[0]:
-        return None
-    return (g @ weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
+    of_A.add(rows_A, microbatch)
+    of_B.add(rows_B, microbatch)
+    return grad_x
 
 
 class _LoRA(LayerFunction):
@@ -145,14 +151,9 @@ class _LoRA(LayerFunction):
     @staticmethod
     @layer_backward(_backward_of_term)
     def backward(ctx, grad):
-        x, h, weight, A, B = ctx.saved_tensors
         layer, microbatch = ctx.layer, ctx.microbatch
-        g = grad.flatten(0, -2)
-        dh = torch.addmm(h, g, B, beta=0, alpha=ctx.scaling)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = g.mm(weight).addmm_(dh, A).view(*grad.shape[:-1], -1)
+        rows_A, rows_B, grad_x = _gone_back(ctx, grad)
         of_A, of_B = take_aside(ctx) or (None, None)
-        grad_B, _ = linear_gradient(LinearRows(g, h, ctx.dtype), layer.B.index, microbatch, of_B)
-        grad_A, _ = linear_gradient(LinearRows(dh, x, ctx.dtype), layer.A.index, microbatch, of_A)
+        grad_B, _ = linear_gradient(rows_B, layer.B.index, microbatch, of_B)
+        grad_A, _ = linear_gradient(rows_A, layer.A.index, microbatch, of_A)
         return grad_x, None, None, grad_A, grad_B, None, None, None

@@ -27,7 +27,7 @@ from .rms_norm import RMSNormLayer, frozen_norms
 from .rotary import rotary_attentions
 
 
-# In the order in which they are asked, behind those that were registered: the first that accepts a module takes it.
+# In the order in which kinds are asked, behind the registered ones: the first that accepts a module takes it.
 # `AnyModuleLayer` takes what is left
 KINDS: list[type[Layer]] = [
     LinearLayer,
@@ -58,7 +58,7 @@ def plan(current: CurrentMicrobatch, model: nn.Module) -> list[Layer]:
         if not places:
             continue
         trainable = {n: holder.get_parameter(own) for n, (holder, own) in places.items()}
-        index = layers[-1].indices.stop if layers else 0  # of the next place in the running statistics
+        index = layers[-1].indices.stop if layers else 0  # of the next entry in the running statistics
         try:
             if module in of_parameters:
                 factor = of_parameters[module]

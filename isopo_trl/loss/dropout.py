@@ -3,31 +3,23 @@ Where a model drops activations at random. Of two passes that drop different one
 any change of the policy: a ratio between them is noise.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 
-def modules_that_drop(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """The modules that drop something, LoRA's included, by name, and with what probability."""
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            yield name, module.p
-
-
-def attributes_that_drop(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """The probabilities that modules hand to a function in their forward, such as `attention_dropout`, by name."""
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if "dropout" in attribute and isinstance(value, float) and value > 0:
-                yield f"{name}.{attribute}" if name else attribute, value
-
-
 def noise_of_ratios(model: nn.Module) -> str | None:
     """What to say where ratios are taken to what tokens were drawn with; `None` where nothing is dropped."""
-    modules, attributes = list(modules_that_drop(model)), list(attributes_that_drop(model))
+    named = list(model.named_modules())
+    modules = [(name, module.p) for name, module in named if isinstance(module, _DropoutNd) and module.p > 0]
+    # Probabilities that modules hand to a function in their forward, such as `attention_dropout`
+    attributes = [
+        (f"{name}.{attribute}" if name else attribute, value)
+        for name, module in named
+        for attribute, value in vars(module).items()
+        if "dropout" in attribute and isinstance(value, float) and value > 0
+    ]
     if not modules and not attributes:
         return None
     remedies = []

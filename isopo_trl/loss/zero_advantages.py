@@ -206,7 +206,7 @@ class Skipping(TrainerCallback):
         return figures
 
     def _packed(self, microbatches: list[dict[str, Any]], left: int, optimizer_steps: int) -> list[dict[str, Any]]:
-        """As many microbatches as are given, of which the first are empty; `left` are missing to the step's end."""
+        """The microbatches, packed: as many as before, the first ones empty; `left` are missing to the step's end."""
         size = len(microbatches[0]["advantages"])
         whole = Batch(joined_batches(microbatches))
         total = len(whole.advantages)

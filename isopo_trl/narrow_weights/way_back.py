@@ -78,7 +78,7 @@ class NarrowSteps(StepsOfOptimizer):
         return widened(weight, remainder[0] if remainder else None)
 
     def _undone(self, group: dict[str, Any], rate: float, part: Part) -> torch.Tensor:
-        """The weights before the step, from those that a share of it has left."""
+        """The weights before the step, from the weights that a share of it has left."""
         after, rate = part.wide(), self._share * rate
         if not rate:
             return after
@@ -90,7 +90,7 @@ class NarrowSteps(StepsOfOptimizer):
 class NarrowTrials(SGDSteps):
     """
     The steps of `NarrowSGD`, tried as [`SGDSteps`] are: the model gets the weights that the step will leave, rounded
-    with the same random numbers, and those that it had come back. Remainders are left alone. Few weights in bf16
+    with the same random numbers, and gets its own back. Remainders are left alone. Few weights in bf16
     change in a step, and only these are noted; of weights in float32 all do.
     """
 

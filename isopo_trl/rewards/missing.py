@@ -42,7 +42,7 @@ class MissingRewards:
         self._last: list[bool] = []  # whether the last generation of the step before told nothing
         self._in_step: list[bool] = []  # the same of those in this step
         self._steps = 0  # in a row, that told nothing
-        self._nans: dict[str, str] = {}  # for how many completions, by those that returned NaN in this generation
+        self._nans: dict[str, str] = {}  # for how many completions functions returned NaN in this generation
 
     def watched(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The reward functions for a generation, whose returns are verified and seen here; models as they are."""

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from .optimizers import is_plain
+
 
 # What a step moves the policy by with `target_kl="auto"`, in nats per completion
 AUTO = 0.05
@@ -16,9 +18,7 @@ DECAY = 0.9
 def automatic(optimizer: Any, *, goes_on: bool = False) -> float:
     """What `target_kl="auto"` is with an optimizer, in nats per completion; `goes_on`: a rule adds steps up."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside of DeepSpeed's
-    is_sgd = isinstance(optimizer, torch.optim.SGD)
-    adds_up = goes_on or not is_sgd or any(group["momentum"] for group in optimizer.param_groups)
-    return AUTO if adds_up else AUTO_PLAIN
+    return AUTO_PLAIN if is_plain(optimizer) and not goes_on else AUTO
 
 
 class CompletionLength:

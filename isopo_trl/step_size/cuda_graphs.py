@@ -238,7 +238,7 @@ class State(NamedTuple):
 
 
 def each_module(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """As `model.modules()`, in another order, but in less time: a model with adapters has thousands of them."""
+    """The modules of a model, in less time than `model.modules()` takes: with adapters it has thousands of them."""
     waiting: list[torch.nn.Module | None] = [model]
     seen = set()
     while waiting:

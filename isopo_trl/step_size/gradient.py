@@ -22,7 +22,7 @@ class GradientCheck:
         self._clipping_was_said = False
 
     def passed(self, figures: dict[str, float]) -> dict[str, float]:
-        """The figures of a step, as [`ISOPO.step`] returned them, without those that it passes or fails by."""
+        """The figures of a step, as [`ISOPO.step`] returned them, without the ones that it passes or fails by."""
         others = dict(figures)
         broken, by_rule = int(others.pop("broken_sequences")), int(others.pop("broken_by_rule", 0))
         if by_rule:

@@ -73,7 +73,7 @@ def columns(width: int, share: float, step: int, seed: int) -> tuple[list[int], 
 
 
 def padded_columns(places: list[int], weights: list[float], most: int) -> tuple[list[int], list[float]]:
-    """The same, up to a [`padded_width`] or as many as there may be: what is added stands for nothing."""
+    """[`columns`] up to a [`padded_width`], or as many as there may be: what is added stands for nothing."""
     more = min(padded_width(len(places)), most) - len(places)
     return places + places[-1:] * more, weights + [0.0] * more
 

@@ -26,8 +26,8 @@ _CLASSES_IN_BACKWARD = {"Lomo", "AdaLomo", "LayerWiseDummyOptimizer"}
 _CLASSES_WITH_COPIES = {"CPUOffloadOptimizer"}
 
 
-def is_plain(optimizer: Any, args: Any) -> bool:
-    """Whether steps go along the gradient: by SGD without momentum, given as an object or else by `optim`."""
+def is_plain(optimizer: Any, args: Any = None) -> bool:
+    """Whether steps go along the gradient: by SGD without momentum, given as an object or else by `args.optim`."""
     if optimizer is not None:
         return isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in optimizer.param_groups)
     return str(getattr(args.optim, "value", args.optim)) == "sgd" and "momentum" not in str(args.optim_args or "")

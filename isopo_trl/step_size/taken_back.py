@@ -164,7 +164,7 @@ class AdamWSteps(StepsOfOptimizer):
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """As [`WeightCopy.move`]; weights that the step has made infinite are [`lost`]."""
+        """Put the weights where [`WeightCopy.move`] would; weights that the step has made infinite are [`lost`]."""
         moved = [
             (group, rate, p)
             for group, rate in self._groups()

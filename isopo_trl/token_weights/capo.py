@@ -10,7 +10,7 @@ v`. Objective and policy then change, to second order, by
     m_H = eta A^2 |v|^2 |h|^2 + eta^2/2 A [(v.u)^2 - (sum pi u^2 - (sum pi u)^2)]
     m_F = eta^2/2 (v.u)^2
 
-and a token is kept where `|m_H| < tau_H` and `m_F < tau_F`. Of `pi` both need no more than the token's own probability
+and a token passes where `|m_H| < tau_H` and `m_F < tau_F`. Of `pi` both need no more than the token's own probability
 `p` and the sums of squares and cubes: `|v|^2 = 1 - 2 p + sum pi^2`, `v.u = A |h|^2 |v|^2`, and the variance in the
 bracket is `A^2 |h|^4 [sum pi^3 + p - 2 p^2 - (p - sum pi^2)^2]`.
 
@@ -49,8 +49,8 @@ class CAPO(Gated):
                 "`learning_rate`."
             )
         of_objective, of_policy = changes(tokens.logps.detach(), tokens.head, advantages, tokens.learning_rate)
-        kept = (of_objective.abs() < self.args.capo_tau_h) & (of_policy < self.args.capo_tau_f)
-        return tokens.log_ratio.detach().exp().masked_fill(~kept, 0)
+        passes = (of_objective.abs() < self.args.capo_tau_h) & (of_policy < self.args.capo_tau_f)
+        return tokens.log_ratio.detach().exp().masked_fill(~passes, 0)
 
 
 def changes(

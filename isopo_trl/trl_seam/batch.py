@@ -65,6 +65,11 @@ class Batch(dict):
         return self["completion_mask"]
 
     @property
+    def input_ids(self) -> torch.Tensor:
+        """`[B, P + C]`, tokens of prompts and completions."""
+        return torch.cat([self["prompt_ids"], self["completion_ids"]], dim=1)
+
+    @property
     def attention_mask(self) -> torch.Tensor:
         """`[B, P + C]`, nonzero at all real positions."""
         return torch.cat([self["prompt_mask"], self["completion_mask"]], dim=1)
@@ -77,7 +82,7 @@ class Batch(dict):
     @property
     def keys_of_content(self) -> torch.Tensor:
         """`[B]`, by which a sequence is known, in whichever microbatch and on whichever rank it is."""
-        return content_keys(torch.cat([self["prompt_ids"], self["completion_ids"]], dim=1), self.attention_mask)
+        return content_keys(self.input_ids, self.attention_mask)
 
     @property
     def scored(self) -> torch.Tensor:
@@ -124,13 +129,9 @@ class Batch(dict):
 
     def rows(self, places: list[int]) -> "Batch":
         """The texts and images of some of the sequences."""
-
-        def chosen(value: Any) -> Any:
-            return value[places] if isinstance(value, torch.Tensor) else [value[place] for place in places]
-
         parts = {name: self[name] for name in (*TEXT, "tool_mask", *IMAGES) if self.get(name) is not None}
         parts = _images_by_sequence(parts)
-        taken = {name: chosen(value) for name, value in parts.items()}
+        taken = {name: _in_order(value, places) for name, value in parts.items()}
         if isinstance(taken.get("pixel_values"), list) and not any(taken["num_images"]):  # nothing to put together
             return Batch({name: value for name, value in taken.items() if name not in IMAGES})
         return Batch(_images_together(taken))

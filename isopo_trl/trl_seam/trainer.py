@@ -7,29 +7,11 @@ get_config_model_id = require("trl.trainer.utils.get_config_model_id", "config")
 
 # What isopo_trl reads, sets, or borrows for the length of a call
 _ATTRIBUTES = (
-    "_entropy_bonus_enabled",
-    "_metrics",
-    "aux_loss_enabled",
-    "beta",
-    "entropy_coef",
-    "epsilon_high",
-    "epsilon_low",
-    "loss_type",
-    "mask_truncated_completions",
-    "num_iterations",
-    "off_policy_mask_threshold",
-    "ref_model",
-    "reward_func_names",
-    "reward_funcs",
-    "reward_processing_classes",
-    "reward_weights",
-    "rollout_func",
-    "router_aux_loss_coef",
-    "temperature",
-    "use_adaptive_entropy",
-    "use_transformers_continuous_batching",
-    "use_vllm",
-    "vllm_importance_sampling_correction",
+    *("loss_type", "beta", "epsilon_low", "epsilon_high", "off_policy_mask_threshold", "temperature", "ref_model"),
+    *("entropy_coef", "use_adaptive_entropy", "_entropy_bonus_enabled", "router_aux_loss_coef", "aux_loss_enabled"),
+    *("reward_funcs", "reward_func_names", "reward_weights", "reward_processing_classes"),
+    *("rollout_func", "use_transformers_continuous_batching", "use_vllm", "vllm_importance_sampling_correction"),
+    *("mask_truncated_completions", "num_iterations", "_metrics"),
 )
 require("trl.GRPOTrainer.__init__", "model", "reward_funcs", "args", mentions=_ATTRIBUTES)
 require("trl.GRPOTrainer.training_step", "model", "inputs", "num_items_in_batch")

@@ -17,7 +17,7 @@ from transformers.utils import is_matplotlib_available
 from trl import GRPOTrainer
 
 from ..gsm8k import gsm8k_reward
-from ..rewards.functions import rewards as checked_rewards
+from ..rewards.functions import rewards as numbers_of
 from ..trl_seam.generation import Generated, generate_completions, is_vision_model
 from ..trl_seam.rewards import get_callable_name
 from .completions import decoding, log_probabilities, own_tokens
@@ -258,7 +258,7 @@ class ValidationCallback(TrainerCallback):
         if inspect.iscoroutine(rewards):
             with ThreadPoolExecutor(1) as thread:  # in a notebook, this one has an event loop already
                 rewards = thread.submit(asyncio.run, rewards).result()
-        return checked_rewards(rewards, get_callable_name(self.reward_func))
+        return numbers_of(rewards, get_callable_name(self.reward_func))
 
     def _kl(self, initial: InitialPolicy, bar: tqdm) -> float:
         batches = []

@@ -52,7 +52,7 @@ def at_equal_steps(curves: list[tuple[list[int], list[float]]]) -> dict[str, lis
 
 
 def table(logs: dict[str, Log]) -> str:
-    """Figures of the runs side by side, those that any of them has."""
+    """A table of the runs side by side, of all figures that any of them has."""
     ends = {run: max(entry["step"] for entry in log) for run, log in logs.items()}
     equal = [[entry for entry in log if entry["step"] <= min(ends.values())] for log in logs.values()]
     blocks = {}

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from isopo_trl.gsm8k.data import as_prompts, checked, load_gsm8k, read_problems
+from isopo_trl.gsm8k.data import as_prompts, load_gsm8k, read_problems, verified
 
 
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(20)]
@@ -65,10 +65,10 @@ def test_data_sets_that_are_nowhere_or_have_other_columns_or_no_number_are_refus
     with pytest.raises(ValueError, match="'no/such-data' is neither a file nor could it be loaded from the Hub"):
         load_gsm8k("no/such-data")
     with pytest.raises(ValueError, match="no column 'question', only prompt, answer"):
-        checked(Dataset.from_list([{"prompt": "1 + 1?", "answer": "2"}]), "some/data, train")
+        verified(Dataset.from_list([{"prompt": "1 + 1?", "answer": "2"}]), "some/data, train")
     rows = [ROWS[0], {"question": "Who?", "answer": "Nobody."}]
     with pytest.raises(ValueError, match="some/data, train, row 1 has an answer without a number: 'Nobody.'"):
-        checked(Dataset.from_list(rows), "some/data, train")
+        verified(Dataset.from_list(rows), "some/data, train")
 
 
 @pytest.mark.parametrize("template", [None, "{question} Write it in \\boxed{}."])
