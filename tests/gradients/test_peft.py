@@ -145,8 +145,7 @@ def test_the_table_of_adapters_has_no_other_line():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64_throughout")
-@pytest.mark.parametrize("reentrant", [None, False, True])
-@pytest.mark.parametrize("rule", ["fig4", "interacting", "none"])
+@pytest.mark.parametrize(("rule", "reentrant"), [("fig4", False), ("interacting", True), ("none", None)])
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_under_other_rules_and_checkpointing(method, rule, reentrant, tmp_path):
     if method in VIRTUAL and reentrant is not None:

@@ -85,30 +85,27 @@ def test_models_with_other_mlps_have_none(family):
 # With the kernel
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "trained"),
-    [(None, "all"), ("reentrant", "lora"), ("non-reentrant", "all"), ("non-reentrant", "lora"), (None, "norms")],
+@pytest.mark.parametrize(  # without a rule, no kernel but this one and the norms' has anything to do
+    ("checkpointing", "trained", "rule"),
+    [(None, "all", "none"), ("reentrant", "lora", "none"), ("non-reentrant", "lora", "fisher")],
 )
 @batches.needs_kernels
-def test_a_microbatchs_gradients_are_the_same_with_it(calls, checkpointing, trained):
+def test_a_microbatchs_gradients_are_the_same_with_it(calls, checkpointing, trained, rule):
     model = tiny.model("qwen3")
     if trained == "lora":
         config = LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
         model = get_peft_model(model, config)
-    elif trained == "norms":
-        for name, p in model.named_parameters():
-            p.requires_grad_("norm" in name)
     model.to(DEVICE, EXACT)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
     term = checkpointing != "reentrant"  # which leaves no graph for one
-    isopo = ISOPO(model)
+    isopo = ISOPO(model, rule)
     found = gradients(model, isopo, term)
     number = len(calls)
     assert number
     isopo.detach()
-    isopo = ISOPO(model)
+    isopo = ISOPO(model, rule)
     for layer in gated_layers(isopo):
         layer.detach()
     expected = gradients(model, isopo, term)

@@ -174,9 +174,7 @@ def grpo(tmp_path_factory):
     return training.prepared(training.build(tmp_path_factory.mktemp("grpo"), kind=GRPOTrainer))
 
 
-@pytest.mark.parametrize("delta", [None, 1.3])
-@pytest.mark.parametrize("threshold", [None, 0.1])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("level", "threshold", "delta"), [("token", None, 1.3), ("sequence", 0.1, None)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_of_trl_is_proportional_to_an_advantage_of_either_sign(loss_type, level, threshold, delta, grpo):
     """What ISOPO's rescaling rests on: the loss with an advantage's sign, times its size, is the loss."""
