@@ -32,8 +32,8 @@ def _elementwise_kernel(
     counter, table, advantages, history, settings, names,
     m, T, n, index, splits, parts,
     D: tl.constexpr, SUMMED: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, VARIANT: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BB: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the

@@ -48,10 +48,11 @@ def _expert_overlap_kernel(
         for begin in range(first + part * BT, end, parts * BT):
             row = begin + tl.arange(0, BT)
             real = row < end
-            products = _products(
+            left, right = _products(
                 *(row, real, sample, have, tl.zeros((BT, BN), ACC), g, a, g_samples, a_samples),
                 *(P, D, STRIDE_G, STRIDE_A, STRIDE_GS, STRIDE_AS, BIAS, BP, BD, PRECISION),
             )
+            products = left * right
             total += tl.sum(products, 0)
             if not FROM_BEFORE:
                 # A sample's own norm is its product with itself, in the one program that has it among its rows
@@ -71,8 +72,8 @@ def _expert_products_kernel(
     g, a, bounds, sums,
     m,
     P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
-    PAIRS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr, BP: tl.constexpr,
-    BD: tl.constexpr,
+    PAIRS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """`<V_es, V_es'>`: of every pair of sequences, or (not `PAIRS`) `|V_es|^2` in as many parts as programs share."""
     s = tl.program_id(1)
@@ -98,11 +99,11 @@ def _expert_products_kernel(
         for j in range(tl.where(other == s, i, first_other), end_other, BT):
             column = j + tl.arange(0, BT)
             have = column < end_other
-            products = _products(
+            left, right = _products(
                 *(row, real, column, have, tl.zeros((BT, BT), ACC), g, a, g, a),
                 *(P, D, STRIDE_G, STRIDE_A, STRIDE_G, STRIDE_A, BIAS, BP, BD, PRECISION),
             )
-            total += tl.sum(products, 1) * tl.where((other == s) & (j > i), 2.0, 1.0).to(ACC)
+            total += tl.sum(left * right, 1) * tl.where((other == s) & (j > i), 2.0, 1.0).to(ACC)
     value = tl.sum(total, 0)
     if PAIRS:
         if other >= s:
@@ -117,8 +118,8 @@ def _expert_coefficients_kernel(
     norms, samples, sample_bounds, sums,
     counter, table, advantages, history, settings, names,
     m, count, parts, index,
-    K: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
-    BC: tl.constexpr,
+    K: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(0)
     s = tl.arange(0, BM)
@@ -166,8 +167,8 @@ def _expert_coefficients_kernel(
 def _expert_scale_kernel(
     x, plus, out, keys, table,
     m, S, index,
-    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)

@@ -49,8 +49,8 @@ def _put_kernel(
 @jit()
 def _put_routed_kernel(
     x, y, choices, x_out, y_out, choices_out, source, places,
-    X: tl.constexpr, Y: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr, BLOCKS_X: tl.constexpr,
-    BLOCK: tl.constexpr, K: tl.constexpr,
+    X: tl.constexpr, Y: tl.constexpr, STRIDE_X: tl.constexpr, STRIDE_Y: tl.constexpr,
+    BLOCKS_X: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """The same for the rows of a position at each of the `K` experts that it was sent to."""
     place = tl.program_id(0).to(tl.int64)

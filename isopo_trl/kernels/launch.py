@@ -99,7 +99,10 @@ class Scratch:
 
 
 def jit(**options: Any) -> Any:
-    """`triton.jit`, or nothing where there is no Triton."""
+    """
+    `triton.jit`, or nothing where there is no Triton. What has a name in capitals is known when a kernel is compiled:
+    in kernels by their signatures, in the functions that they call by what these are given.
+    """
     return triton.jit(**options) if is_triton_available() else lambda function: function
 
 

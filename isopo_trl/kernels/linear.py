@@ -46,14 +46,14 @@ def _row_products(x, STRIDE, row, real, y, STRIDE_Y, sample, have, acc, WIDTH, B
 @jit()
 def _products(row, real, sample, have, zeros, g, a, of_g, of_a, P, D, G, A, OF_G, OF_A, BIAS, BP, BD, PRECISION):
     """
-    `(g[row] . of_g[sample]) (a[row] . of_a[sample])`, `[rows, samples]`, of so many features P and D and with the
-    strides that come behind them.
+    `g[row] . of_g[sample]` and `a[row] . of_a[sample]`, `[rows, samples]`, whose product is an overlap: of so many
+    features P and D and with the strides that come behind them.
     """
     left = _row_products(g, G, row, real, of_g, OF_G, sample, have, zeros, P, BP, PRECISION)
     right = _row_products(a, A, row, real, of_a, OF_A, sample, have, zeros, D, BD, PRECISION)
     if BIAS:
         right += 1.0
-    return left * right
+    return left, right
 
 
 @jit()
@@ -81,9 +81,9 @@ def _overlap_kernel(
     g, a, rows, norms,
     counter, table, advantages, history, settings, names,
     m, T, n, index,
-    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr,
+    BIAS: tl.constexpr, FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     s = tl.program_id(1)
@@ -96,10 +96,11 @@ def _overlap_kernel(
     sample = tl.load(rows + j, mask=j < n, other=-1)
     have = sample >= 0
     zeros = tl.zeros((BT, BN), ACC)
-    products = _products(
+    left, right = _products(
         *(row, real, sample, have, zeros, g, a, g, a),
         *(P, D, STRIDE_G, STRIDE_A, STRIDE_G, STRIDE_A, BIAS, BP, BD, PRECISION),
     )
+    products = left * right
     tl.store(partial + (s * blocks + block) * n + j, tl.sum(products, 0), mask=j < n)
     # A sample's own norm is its product with itself, in the one program that has it among its rows
     own = tl.sum(tl.where(row[:, None] == sample[None, :], products, 0.0), 0)
@@ -118,10 +119,11 @@ def _overlap_with_rows_kernel(
     g, a, g_samples, a_samples, g_out, a_out, source, norms,
     counter, table, advantages, history, settings, names,
     m, T, n, slots, index,
-    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr, BIAS: tl.constexpr,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr, STRIDE_GS: tl.constexpr,
-    STRIDE_AS: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, ROW_P: tl.constexpr, ROW_D: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, STRIDE_G: tl.constexpr, STRIDE_A: tl.constexpr,
+    BIAS: tl.constexpr, FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BB: tl.constexpr,
+    STRIDE_GS: tl.constexpr, STRIDE_AS: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr,
+    ROW_P: tl.constexpr, ROW_D: tl.constexpr,
 ):  # fmt: skip
     """
     A program multiplies a block of a sequence's rows with a block of samples. Beside that, it has its share of single
@@ -151,11 +153,11 @@ def _overlap_with_rows_kernel(
     have = j < n
     sample = j.to(tl.int64)
     zeros = tl.zeros((BT, BN), ACC)
-    products = _products(
+    left, right = _products(
         *(row, real, sample, have, zeros, g, a, g_samples, a_samples),
         *(P, D, STRIDE_G, STRIDE_A, STRIDE_GS, STRIDE_AS, BIAS, BP, BD, PRECISION),
     )
-    tl.store(partial + (s * blocks + block) * n + j, tl.sum(products, 0), mask=have)
+    tl.store(partial + (s * blocks + block) * n + j, tl.sum(left * right, 0), mask=have)
     if FINISH:
         programs = blocks * tl.num_programs(1) * tl.num_programs(2)
         book = table, advantages, history, settings
@@ -166,8 +168,8 @@ def _overlap_with_rows_kernel(
 def _scale_kernel(
     x, plus, out, table,
     m, T, index,
-    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr, BT: tl.constexpr,
-    BD: tl.constexpr,
+    D: tl.constexpr, STRIDE: tl.constexpr, STRIDE_PLUS: tl.constexpr, PLUS: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(2)
     t = tl.program_id(0) * BT + tl.arange(0, BT)

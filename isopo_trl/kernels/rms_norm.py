@@ -67,8 +67,9 @@ def _forward_kernel(
 def _backward_kernel(
     x, g, weight, scale, slots, dx, sums, of_samples,
     T, share, stride_b, stride_t, stride_h,
-    H: tl.constexpr, D: tl.constexpr, OFFSET: tl.constexpr, EARLY: tl.constexpr, SAMPLES: tl.constexpr,
-    UNIT: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr,
+    OFFSET: tl.constexpr, EARLY: tl.constexpr, SAMPLES: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     s = tl.program_id(1)

@@ -43,8 +43,8 @@ def _rotate(x, out, row, stride, cos1, cos2, sin1, sin2, inside, HEADS, HALF, BA
 def _rotary_kernel(
     q, k, cos, sin, q_out, k_out,
     T, q_b, q_h, q_t, k_b, k_h, k_t,
-    Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, BACK: tl.constexpr, UNIT: tl.constexpr,
-    ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    Q: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
+    EACH: tl.constexpr, BACK: tl.constexpr, UNIT: tl.constexpr, ACC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     # Of an argument `tl.multiple_of` says nothing to the compiler, and eight numbers at once are read where it knows
     q_b, q_h, q_t, k_b, k_h, k_t = q_b * UNIT, q_h * UNIT, q_t * UNIT, k_b * UNIT, k_h * UNIT, k_t * UNIT

@@ -34,8 +34,8 @@ def _norm_kernel(
     V, sums, norms,
     counter, table, advantages, history, settings, names,
     m, n, blocks, first, chunks, index, size,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr, CHUNK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr,
+    CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     s = tl.program_id(1)
@@ -79,8 +79,9 @@ def _ntk_kernel(
     V, sums,
     counter, table, advantages, history, settings, names,
     m, adds, ends, group, index, size,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr, BC: tl.constexpr,
+    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
