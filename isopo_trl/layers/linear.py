@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..geometry.cost import Needs, Strategy, block_rows, choose_strategy
-from ..geometry.sequences import SampleRows, Sequences
+from ..geometry.sequences import Sequences
 from ..geometry.statistics import Statistics, linear_statistics, product, sequence_gradients, with_ones
 from ..kernels import linear as row_kernels
 from ..kernels import v as v_kernels
