@@ -16,7 +16,7 @@ from .narrow_weights import choice
 from .rules.direction import LastStep
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
-from .settings.ranges import verify_ranges
+from .settings.ranges import Bound, outside, verify_ranges
 from .settings.types import shown, type_fields, typed
 from .step_size import optimizers
 from .token_weights import WEIGHTINGS, ratio_loss, refusals
@@ -24,29 +24,17 @@ from .token_weights import WEIGHTINGS, ratio_loss, refusals
 
 # Numbers of GRPO's that are read here or by a weighting
 _OF_GRPO = (
-    "beta",
-    "delta",
-    "entropy_coef",
-    "entropy_coef_delta",
-    "entropy_coef_max",
-    "entropy_coef_min",
-    "entropy_target",
-    "epsilon_high",
-    "off_policy_mask_threshold",
-    "router_aux_loss_coef",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "top_entropy_quantile",
-    "vespo_k_neg",
-    "vespo_k_pos",
-    "vespo_lambda_neg",
-    "vespo_lambda_pos",
-    "vllm_importance_sampling_cap",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
+    *("beta", "delta", "epsilon_high", "off_policy_mask_threshold", "router_aux_loss_coef", "top_entropy_quantile"),
+    *("entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
+    *("sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
+    *(f"vllm_importance_sampling_{name}" for name in ("cap", "clip_max", "clip_min")),
 )
 # TRL holds the weights of rewards in float32
 _LARGEST = 3.4e38
+_WEIGHT: Bound = (lambda x: 0 <= x < _LARGEST, "a number that is finite and not negative")
+_FRACTION: Bound = (lambda x: x >= 0, "a number from 0 to 1")
+_SHARE: Bound = (lambda x: 0 < x <= 1, "a number in (0, 1]")
 
 
 C = TypeVar("C", bound=type)  # of a dataclass
@@ -337,7 +325,7 @@ class ISOPOConfig(GRPOConfig):
     float32_gradients: bool = False
 
     def __post_init__(self):
-        self._check_types()
+        self._type_settings()
         weighting = WEIGHTINGS.get(self.token_weights or "none")  # one that is unknown is refused below
         for name, value in weighting.defaults.items() if weighting is not None else ():
             if getattr(self, name) is None:
@@ -363,7 +351,8 @@ class ISOPOConfig(GRPOConfig):
             if unsupported:
                 raise ValueError(message)
 
-    def _check_types(self) -> None:
+    def _type_settings(self) -> None:
+        """Replace settings by values of Python's own types; raises for one of another type."""
         own = [name for name in type(self).__dataclass_fields__ if name not in GRPOConfig.__dataclass_fields__]
         if isinstance(self.target_kl, str) and self.target_kl != "auto":  # as a command line has a number
             with suppress(ValueError):
@@ -418,7 +407,7 @@ class ISOPOConfig(GRPOConfig):
         return asked and self.uses_stale_data
 
     def given(self, *names: str) -> list[str]:
-        """Those among `names` that are settings and not at their defaults, as `name=value`."""
+        """The settings among `names` that are not at their defaults, as `name=value`."""
         defaults = {name: field.default for name, field in type(self).__dataclass_fields__.items()}
         settings = [name for name in names if name in defaults]
         return [f"{name}={getattr(self, name)}" for name in settings if getattr(self, name) != defaults[name]]
@@ -431,10 +420,7 @@ class ISOPOConfig(GRPOConfig):
             str(getattr(self.optim, "value", self.optim)), steps, bool(self.target_kl)
         )
         return [
-            (
-                not 0 <= self.beta < _LARGEST,
-                f"beta={self.beta} is the weight of the KL divergence: give a number that is finite and not negative.",
-            ),
+            outside(self, "beta", _WEIGHT, "is the weight of the KL divergence"),
             (
                 self.kl_in_reward and self.beta == 0.0,
                 "kl_in_reward=True needs a coefficient: set beta to the weight of the KL divergence.",
@@ -466,11 +452,7 @@ class ISOPOConfig(GRPOConfig):
                 f"skip_zero_advantage=True leaves out sequences that rule={self.rule!r} holds against the last step's "
                 "direction, and steps in which it would go on alone: set skip_zero_advantage=False.",
             ),
-            (
-                not self.top_entropy_quantile >= 0,
-                f"top_entropy_quantile={self.top_entropy_quantile} is the fraction of tokens that is trained on: give "
-                "a number from 0 to 1.",
-            ),
+            outside(self, "top_entropy_quantile", _FRACTION, "is the fraction of tokens that is trained on"),
             (
                 self.off_policy_mask_threshold is not None and math.isnan(self.off_policy_mask_threshold),
                 "off_policy_mask_threshold=nan would drop every sequence with a negative advantage: give a number, or "
@@ -492,11 +474,7 @@ class ISOPOConfig(GRPOConfig):
                 "here completions serve for one step: raise num_iterations, or steps_per_generation above "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}, or leave behaviour_kl out.",
             ),
-            (
-                not 0 < self.step_kl_share <= 1,
-                f"step_kl_share={self.step_kl_share} is the share of a step's sequences by which it is measured: give "
-                "a number in (0, 1].",
-            ),
+            outside(self, "step_kl_share", _SHARE, "is the share of a step's sequences by which it is measured"),
             (
                 self.step_kl_share != type(self).step_kl_share and not self.measures_steps,
                 f"step_kl_share={self.step_kl_share} is of no use where steps are not measured: set target_kl, "

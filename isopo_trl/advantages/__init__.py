@@ -17,24 +17,6 @@ from .simpletir import SimpleTIR
 from .transform import STAGES, TRANSFORMS, Generation, Rollout, Transform, named, refusals, register
 
 
-__all__ = [
-    "CPPO",
-    "DCPO",
-    "EMPG",
-    "G2RL",
-    "PACS",
-    "STAGES",
-    "TRANSFORMS",
-    "Chain",
-    "Generation",
-    "Measured",
-    "ReDit",
-    "Rollout",
-    "SimpleTIR",
-    "Transform",
-    "named",
-    "normalised",
-    "refusals",
-    "register",
-    "totals",
-]
+__all__ = ["STAGES", "TRANSFORMS", "Chain", "Generation", "Measured", "Rollout", "Transform"]
+__all__ += ["CPPO", "DCPO", "EMPG", "G2RL", "PACS", "ReDit", "SimpleTIR"]
+__all__ += ["named", "normalised", "refusals", "register", "totals"]

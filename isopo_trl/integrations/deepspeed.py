@@ -98,7 +98,7 @@ def refuse_settings(config: dict[str, Any], given: str, has_target: bool) -> Non
 
 def refuse_optimizer(optimizer: Any) -> None:
     """Raise for an optimizer of the engine whose weights cannot be moved from outside."""
-    if not _is_plain(optimizer) and type(optimizer).__name__ not in _PARTITIONS:
+    if not isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__name__ not in _PARTITIONS:
         raise ValueError(
             f"target_kl does not work with DeepSpeed's {type(optimizer).__name__}, whose copies of the weights it "
             "cannot move: take ZeRO stage 1, 2 or 3, or DDP or FSDP2, or leave target_kl out."
@@ -109,7 +109,7 @@ def moved_weights(optimizer: Any) -> tuple[list[torch.Tensor], Callable[[], None
     """
     What this rank's part of the engine's optimizer moves, and what is to be called when somebody else has moved it.
     """
-    if _is_plain(optimizer):  # no ZeRO, in float32: the model's weights themselves
+    if isinstance(optimizer, torch.optim.Optimizer):  # no ZeRO, in float32: the model's weights themselves
         return [p for group in optimizer.param_groups for p in group["params"]], lambda: None
     kind = type(optimizer).__name__
     refresh = partial(_refresh_stage_3, optimizer) if kind == _STAGE_3 else optimizer.update_lp_params
@@ -123,10 +123,6 @@ _PARTITIONS = {
     "BF16_Optimizer": "fp32_groups_flat_partition",  # ZeRO-1 in bf16 with gradients in float32
     _STAGE_3: "fp32_partitioned_groups_flat",
 }
-
-
-def _is_plain(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Optimizer)
 
 
 def _refresh_stage_3(optimizer: Any) -> None:

@@ -9,12 +9,5 @@ from .linear import rescaled_linear
 from .registry import register_layer
 
 
-__all__ = [
-    "Inseparable",
-    "Layer",
-    "LayerFunction",
-    "Unsupported",
-    "layer_backward",
-    "register_layer",
-    "rescaled_linear",
-]
+__all__ = ["Inseparable", "Layer", "LayerFunction", "Unsupported"]
+__all__ += ["layer_backward", "register_layer", "rescaled_linear"]

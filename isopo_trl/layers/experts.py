@@ -27,8 +27,8 @@ from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
 from .layer import (
     PROBE_ERRORS,
+    ForwardElsewhere,
     Layer,
-    Part,
     Unsupported,
     autocast,
     full_shape,
@@ -75,7 +75,7 @@ def _implementation(module: Any) -> str | None:
     return getattr(getattr(module, "config", None), "_experts_implementation", None)
 
 
-class ExpertStack(Part):
+class ExpertStack(ForwardElsewhere):
     """
     One stack of matrices, with its stack of biases where it has one: as many layers as there are experts.
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..microbatch import CurrentMicrobatch, Microbatch
-from .layer import PROBE_ERRORS, Layer, Part, autocast, exchanged, full_shape, has_own_forward
+from .layer import PROBE_ERRORS, ForwardElsewhere, Layer, autocast, exchanged, full_shape, has_own_forward
 from .linear import LinearLayer, _Linear
 from .parameter_lora import Factor, verify_active
 
@@ -49,7 +49,7 @@ def _with_product(layer: Layer, product: Callable[..., torch.Tensor], module: An
     return output
 
 
-class LinearFactor(Part, LinearLayer):
+class LinearFactor(ForwardElsewhere, LinearLayer):
     """A factor of LoRA on the weight of such a module."""
 
 

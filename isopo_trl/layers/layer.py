@@ -155,7 +155,7 @@ class Shortcut(Layer):
         return True
 
 
-class Part(Layer):
+class ForwardElsewhere(Layer):
     """
     A layer whose module is never called: the forward of another module works for it.
 
@@ -212,18 +212,10 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 LENT = "_isopo_lent"
 
 
-@contextlib.contextmanager
-def _own_parameters(modules: list[nn.Module]) -> Iterator[None]:
-    """A layer's forward takes the parameters themselves, also where views have been lent to the module around it."""
-    lent = [module for module in modules if LENT in module.__dict__]
-    views = [{name: module._parameters[name] for name in module.__dict__[LENT]} for module in lent]
-    try:
-        for module in lent:
-            module._parameters.update(module.__dict__[LENT])
-        yield
-    finally:
-        for module, own in zip(lent, views, strict=True):
-            module._parameters.update(own)
+def _own_parameters(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Context in which a layer's forward takes the parameters themselves, also where views of them are lent."""
+    lent = {(module, name): p for module in modules for name, p in module.__dict__.get(LENT, {}).items()}
+    return exchanged(list(lent), lent.values())
 
 
 class LayerFunction(torch.autograd.Function):

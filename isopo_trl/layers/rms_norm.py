@@ -27,14 +27,28 @@ from .layer import (
 )
 
 
-class RMSNormLayer(ElementwiseLayer):
+class KnownNorm(Layer):
+    """A norm whose formula is known: by a kernel in passes that are made in float32, where small operations add up."""
+
+    flavour: Any
+
+    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.current.in_float32 and not torch.is_grad_enabled() and len(args) == 1 and not kwargs:
+            x, weight = args[0], parameter_of(module, "weight")
+            known = x.dtype == torch.float32 and x.shape[-1] <= rms_norm.MOST_FEATURES
+            if known and takes(x) and takes(weight) and is_here(x):
+                return rms_norm.forward(x.contiguous(), weight, self.flavour)[0]
+        return super().forward_apart(module, *args, **kwargs)
+
+
+class RMSNormLayer(KnownNorm, ElementwiseLayer):
     """`y = (w + offset) * x / sqrt(mean(x^2) + eps)`: an elementwise layer whose formula is known."""
 
     kind = "rms norm"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self._flavour = flavour_of(self.module)
+        self.flavour = flavour_of(self.module)
 
     @classmethod
     def accepts(cls, module: nn.Module, trainable: dict[str, nn.Parameter]) -> bool:
@@ -44,9 +58,6 @@ class RMSNormLayer(ElementwiseLayer):
         if not self._kernel_takes(module, microbatch, x) or args or kwargs:
             return super().forward(module, microbatch, x, *args, **kwargs)
         return _RMSNorm.apply(x, parameter_of(module, "weight"), self, microbatch)
-
-    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return _apart(self, self._flavour, module, *args, **kwargs)
 
     def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
         if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
@@ -62,7 +73,7 @@ def _backward_of_term(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     microbatch = ctx.microbatch
     if x.dim() == 3:  # positions may come in one row
         grad = grad.reshape(*microbatch.shape, -1)
-    dx, sums, _ = rms_norm.backward(x, grad, weight, scale, ctx.layer._flavour, microbatch.sequences, None)
+    dx, sums, _ = rms_norm.backward(x, grad, weight, scale, ctx.layer.flavour, microbatch.sequences, None)
     microbatch.visit_in_term(ctx.layer.index)
     sums = sums.flatten(0, 1)
     if microbatch.recomputes:
@@ -76,7 +87,7 @@ class _RMSNorm(LayerFunction):
     @staticmethod
     def forward(ctx, x, weight, layer, microbatch):
         x = x.contiguous()
-        y, scale = rms_norm.forward(x, weight, layer._flavour, microbatch.factors)
+        y, scale = rms_norm.forward(x, weight, layer.flavour, microbatch.factors)
         ctx.save_for_backward(x, weight, scale)
         ctx.layer, ctx.microbatch = layer, microbatch
         return y
@@ -92,7 +103,7 @@ class _RMSNorm(LayerFunction):
         if x.dim() == 3:  # positions may come in one row
             grad = grad.reshape(*microbatch.shape, -1)
         entry = microbatch.open_entry(index)
-        memory, flavour = entry.ledger, layer._flavour
+        memory, flavour = entry.ledger, layer.flavour
         dx, sums, of_samples = rms_norm.backward(x, grad, weight, scale, flavour, sequences, positions, into, memory)
         if draw is not None and into is None:
             draw.collect_samples(index, of_samples, sequences.rows)
@@ -105,7 +116,7 @@ class _RMSNorm(LayerFunction):
         return dx, total, None, None
 
 
-class FrozenRMSNorm(Shortcut):
+class FrozenRMSNorm(KnownNorm, Shortcut):
     """An RMSNorm that is not trained: here for speed alone, as most of the operations of a LoRA step are norms'."""
 
     kind = "frozen"
@@ -121,9 +132,6 @@ class FrozenRMSNorm(Shortcut):
         if args or kwargs or weight.requires_grad or not x.requires_grad or not known or not takes(weight):
             return type(module).forward(module, x, *args, **kwargs)
         return _FrozenRMSNorm.apply(x, weight, self.flavour, microbatch)
-
-    def forward_apart(self, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return _apart(self, self.flavour, module, *args, **kwargs)
 
 
 class _FrozenRMSNorm(LayerFunction):
@@ -143,16 +151,6 @@ class _FrozenRMSNorm(LayerFunction):
         # Of the weight's gradient, which nobody reads
         dx, _, _ = rms_norm.backward(x, grad, weight, scale, ctx.flavour, every, None, ledger=ctx.memory)
         return dx, None, None, None
-
-
-def _apart(layer: Layer, flavour: Any, module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """By the kernel in passes that are made in float32, where the small operations of norms add up."""
-    if layer.current.in_float32 and not torch.is_grad_enabled() and len(args) == 1 and not kwargs:
-        x, weight = args[0], parameter_of(module, "weight")
-        known = x.dtype == torch.float32 and x.shape[-1] <= rms_norm.MOST_FEATURES
-        if known and takes(x) and takes(weight) and is_here(x):
-            return rms_norm.forward(x.contiguous(), weight, flavour)[0]
-    return layer.own_forward(module)(*args, **kwargs)
 
 
 def frozen_norms(current: CurrentMicrobatch, model: nn.Module, layers: list[Layer]) -> list[FrozenRMSNorm]:

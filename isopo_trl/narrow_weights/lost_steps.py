@@ -7,7 +7,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..step_size.taken_back import local
-from .steps import SGD, AdamW, Step
+from .steps import SGD, AdamW, StepInputs
 
 
 logger = get_logger(__name__)
@@ -88,7 +88,7 @@ def _moved(formula: Any, state: Any, group: Any, p: Any, before: torch.Tensor, s
     """`<made, exact>`, `<exact, exact>` and the number of weights, `[3]`, over a sample of a parameter."""
     wide = before.double()
     moments = {name: _sample(state[name], stride).double() for name in formula.moment_names(group)}
-    step = Step(_sample(p.grad, stride).double(), moments, int(state.get("step", 1)))
+    step = StepInputs(_sample(p.grad, stride).double(), moments, int(state.get("step", 1)))
     exact = formula.moved(group, float(group["lr"]), wide, step) - wide
     made = _sample(p, stride).double() - wide
     return torch.stack([(made * exact).sum(), exact.square().sum(), torch.ones_like(exact).sum()])

@@ -8,7 +8,7 @@ import torch
 
 from ..step_size.taken_back import blocks, local
 from .parts import Part
-from .steps import SGD, AdamW, Step
+from .steps import SGD, AdamW, StepInputs
 from .stream import first_element, key, noise
 from .way_back import NarrowSteps, NarrowTrials
 
@@ -104,7 +104,7 @@ class Narrow(torch.optim.Optimizer):
         for weight, gradient, *values in blocks(*map(local, tensors), *others):
             moments = dict(zip(names, values, strict=False))
             remainder = moments.pop("remainder", None)
-            step = Step(gradient.to(torch.promote_types(weight.dtype, torch.float32)), moments, number)
+            step = StepInputs(gradient.to(torch.promote_types(weight.dtype, torch.float32)), moments, number)
             numbers, is_exact = key(self.seed, number, place), self.updates == "exact"
             yield Part(weight, remainder, step, values[len(names) :], numbers, start, is_exact)
             start += weight.numel()

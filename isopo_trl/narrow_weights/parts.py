@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from .bits import join, rounded, split
-from .steps import Step
+from .steps import StepInputs
 from .stream import noise
 
 
@@ -17,7 +17,7 @@ class Part:
     Attributes:
         weight (`torch.Tensor`): a view.
         remainder (`torch.Tensor`, *optional*): a view, in the type of the weight, with the bits of an int16.
-        step ([`Step`]): what moves it, with views of its moments.
+        step ([`StepInputs`]): what moves it, with views of its moments.
         others (`list[torch.Tensor]`): views of what else was asked for.
         key (`int`): of the random numbers for this step of this parameter.
         start (`int`): the first element, in the whole parameter.
@@ -26,7 +26,7 @@ class Part:
 
     weight: torch.Tensor
     remainder: torch.Tensor | None
-    step: Step
+    step: StepInputs
     others: list[torch.Tensor]
     key: int
     start: int

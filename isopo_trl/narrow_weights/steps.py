@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Step(NamedTuple):
+class StepInputs(NamedTuple):
     """
     What a step is made of, beside the weights before it.
 
@@ -34,7 +34,7 @@ class SGD:
         return ("momentum_buffer",) if group["momentum"] else ()
 
     @staticmethod
-    def learn(group: dict[str, Any], before: torch.Tensor, step: Step, is_first: bool) -> None:
+    def learn(group: dict[str, Any], before: torch.Tensor, step: StepInputs, is_first: bool) -> None:
         """Let the moments, in place, see the gradient of a step; of their first, they are new."""
         if group["momentum"]:
             slope, buffer = SGD._slope(group, before, step.gradient), step.moments["momentum_buffer"]
@@ -44,7 +44,7 @@ class SGD:
                 buffer.mul_(group["momentum"]).add_(slope, alpha=1 - group["dampening"])
 
     @staticmethod
-    def moved(group: dict[str, Any], rate: float, before: torch.Tensor, step: Step) -> torch.Tensor:
+    def moved(group: dict[str, Any], rate: float, before: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """
         The weights after a step at this learning rate, with moments that have seen its gradient: `before` times `1 -
         rate decay`, and what does not depend on it.
@@ -76,14 +76,14 @@ class AdamW:
         return ("exp_avg", "exp_avg_sq")
 
     @staticmethod
-    def learn(group: dict[str, Any], before: torch.Tensor, step: Step, is_first: bool) -> None:
+    def learn(group: dict[str, Any], before: torch.Tensor, step: StepInputs, is_first: bool) -> None:
         gradient = -step.gradient if group["maximize"] else step.gradient
         first, second = group["betas"]
         step.moments["exp_avg"].lerp_(gradient, 1 - first)
         step.moments["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
     @staticmethod
-    def moved(group: dict[str, Any], rate: float, before: torch.Tensor, step: Step) -> torch.Tensor:
+    def moved(group: dict[str, Any], rate: float, before: torch.Tensor, step: StepInputs) -> torch.Tensor:
         first, second = (1 - beta**step.number for beta in group["betas"])
         denominator = (step.moments["exp_avg_sq"].sqrt() / second**0.5).add_(group["eps"])
         decayed = before * (1 - rate * group["weight_decay"]) if group["weight_decay"] else before

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..step_size.taken_back import SMALL, SGDSteps, StepsOfOptimizer, local, square
+from ..step_size.taken_back import SMALL, SGDSteps, StepsOfOptimizer, local, room_for, square
 from .parts import Part, widened
 
 
@@ -45,7 +45,7 @@ class NarrowSteps(StepsOfOptimizer):
         for p in self._parameters:
             values = [local(p), *self._optimizer.remainder(p)]
             if len(self._copies.get(p, ())) != len(values):  # before its first gradient, a weight has no remainder
-                self._copies[p] = [self._place_for(value) for value in values]
+                self._copies[p] = [room_for(value, self._offload) for value in values]
             torch._foreach_copy_(self._copies[p], values)
 
     @torch.no_grad()
@@ -66,11 +66,6 @@ class NarrowSteps(StepsOfOptimizer):
     def bytes(self) -> int:  # type: ignore[override]
         """Memory of the copy."""
         return sum(copy.numel() * copy.element_size() for copies in self._copies.values() for copy in copies)
-
-    def _place_for(self, value: torch.Tensor) -> torch.Tensor:
-        if self._offload and value.device.type != "cpu":
-            return torch.empty_like(value, device="cpu", pin_memory=True)
-        return torch.empty_like(value)
 
     @staticmethod
     def _copied(part: Part) -> torch.Tensor:

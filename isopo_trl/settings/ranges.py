@@ -55,7 +55,7 @@ CHOICES = {
 }
 
 
-# What is to be given for a setting of a method's own, which is refused by [`outside`]
+# What is to be given for a setting that is refused by [`outside`]
 GIVE_AT_LEAST_0: Bound = (NOT_NEGATIVE[0], "a finite number of at least 0")
 GIVE_ABOVE_0: Bound = (POSITIVE[0], "a finite number above 0")
 GIVE_BELOW_1: Bound = (lambda x: 0 <= x < 1, "a number from 0 to below 1")

@@ -132,7 +132,7 @@ class Last:
 def linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, last: Last | None = None
 ) -> torch.Tensor:
-    """As PyTorch's, in float32 where the arguments are not wider."""
+    """PyTorch's product, in float32 where the arguments are not wider."""
     if is_made_of_halves(input, weight):
         return product_of_halves(input, weight, bias, last or Last())
     input, bias = _wide(input), _wide(bias)
@@ -154,7 +154,7 @@ def parts_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def is_made_of_halves(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a product is made in float16: on GPUs, of what float32 could hold, and without gradient."""
-    if not is_on_gpu(input) or not is_plain(weight) or weight.dim() != 2 or weight.size(1) <= FEW:
+    if not is_on_gpu(input) or not is_ordinary(weight) or weight.dim() != 2 or weight.size(1) <= FEW:
         return False
     if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
         return False
@@ -167,7 +167,7 @@ def is_on_gpu(x: torch.Tensor) -> bool:
     return x.device.type == "cuda" and torch.version.hip is None
 
 
-def is_plain(weight: torch.Tensor) -> bool:
+def is_ordinary(weight: torch.Tensor) -> bool:
     """Whether a weight is what it seems to be: not sharded, nor stored in another type."""
     return type(weight) in (torch.Tensor, torch.nn.Parameter)
 
@@ -241,7 +241,7 @@ def _attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: A
 def attention_in_float16(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """As PyTorch's, of tensors in float32, and so is the result."""
+    """PyTorch's attention, of tensors in float32, and so is the result."""
     query, key, value = (_attended(x) for x in (query, key, value))
     return functional.scaled_dot_product_attention(query, key, value, *args, **kwargs).float()
 

@@ -65,6 +65,13 @@ def can_be_tried(optimizer: Any) -> bool:
     )
 
 
+def room_for(weight: torch.Tensor, offload: bool) -> torch.Tensor:
+    """A tensor that a weight can be copied to, in the memory of the host if it is to `offload` that of a device."""
+    if offload and weight.device.type != "cpu":
+        return torch.empty_like(weight, device="cpu", pin_memory=True)
+    return torch.empty_like(weight)
+
+
 class WeightCopy:
     """
     A copy of the trained weights, of this rank's shards where they are sharded. Where a step of weights narrower than
@@ -84,11 +91,7 @@ class WeightCopy:
         self._weights = [local(p) for p in parameters]
         self._share = 1.0  # of the step that the weights have
         self._after: dict[int, torch.Tensor] = {}
-        on_host = [offload and weight.device.type != "cpu" for weight in self._weights]
-        self._copies = [
-            torch.empty_like(weight, device="cpu", pin_memory=True) if host else torch.empty_like(weight)
-            for weight, host in zip(self._weights, on_host, strict=True)
-        ]
+        self._copies = [room_for(weight, offload) for weight in self._weights]
 
     @torch.no_grad()
     def remember(self) -> None:

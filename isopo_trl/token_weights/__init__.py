@@ -22,30 +22,6 @@ from .sampler import SamplerCorrection
 from .weighting import WEIGHTINGS, Tokens, Unscaled, Weighted, Weighting, named, refusals, register
 
 
-__all__ = [
-    "ASPO",
-    "BAPO",
-    "CAPO",
-    "DCPO",
-    "DPPO",
-    "GTPO",
-    "KPO",
-    "M2PO",
-    "P3O",
-    "PSPO",
-    "WEIGHTINGS",
-    "Gated",
-    "NoWeighting",
-    "RatioLoss",
-    "SamplerCorrection",
-    "Tokens",
-    "Unscaled",
-    "Weighted",
-    "Weighting",
-    "batch_figures",
-    "log_ratios",
-    "named",
-    "ratio_sums",
-    "refusals",
-    "register",
-]
+__all__ = ["Tokens", "Unscaled", "Weighted", "Weighting", "WEIGHTINGS", "named", "refusals", "register"]
+__all__ += ["ASPO", "BAPO", "CAPO", "DCPO", "DPPO", "GTPO", "KPO", "M2PO", "P3O", "PSPO", "SamplerCorrection"]
+__all__ += ["Gated", "NoWeighting", "RatioLoss", "batch_figures", "log_ratios", "ratio_sums"]

@@ -41,40 +41,32 @@ class Scoring:
         policy = self._trainer.accelerator.unwrap_model(self.model)
         return policy.get_base_model() if hasattr(policy, "get_base_model") else policy
 
-    def score(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Log-probabilities `[B, C]` of completions, for the arguments of the trainer's own scoring pass."""
-        logps, _, _ = self._trainer._get_per_token_logps_and_entropies(*args, **kwargs)
-        return logps
-
     def score_without_gradient(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The same by the policy, for what follows the model in the arguments, without gradient."""
-        checkpointing = self._trainer.args.gradient_checkpointing_kwargs
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
-            return self.score(self.model, *args, **kwargs)
+        """
+        Log-probabilities `[B, C]` of completions by the policy, without gradient, for what follows the model in the
+        arguments of the trainer's own scoring pass.
+        """
+        return self._without_gradient(*args, **kwargs)[0]
 
     def logps(self, batch: Batch) -> torch.Tensor:
         """Log-probabilities `[B, C]` of a batch's completions, by the pass that TRL's loss makes."""
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        images = {name: batch.get(name) for name in IMAGES}
-        return self.score(self.model, ids, batch.attention_mask, batch.completion_mask.size(1), **images)
+        return self._pass(*_positional(batch), **_images(batch))[0]
 
     def logps_without_gradient(self, batch: Batch, rows: int) -> torch.Tensor:
         """Log-probabilities `[B, C]` of a batch's completions, in passes of `rows` sequences, without gradient."""
-        return self._scored(batch, rows, compute_entropy=False)[0]
+        return self._without_gradient(*_positional(batch), **_images(batch), batch_size=rows, compute_entropy=False)[0]
 
     def entropies(self, batch: Batch, rows: int) -> torch.Tensor:
         """Entropies `[B, C]` of the distributions that their tokens are drawn from, likewise."""
-        return self._scored(batch, rows, compute_entropy=True)[1]
+        return self._without_gradient(*_positional(batch), **_images(batch), batch_size=rows, compute_entropy=True)[1]
 
-    def _scored(self, batch: Batch, rows: int, compute_entropy: bool) -> tuple[Any, ...]:
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        arguments: dict[str, Any] = {name: batch.get(name) for name in IMAGES}
-        arguments |= {"batch_size": rows, "compute_entropy": compute_entropy}
-        trainer, width = self._trainer, batch.completion_mask.size(1)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, trainer.args.gradient_checkpointing_kwargs):
-            return trainer._get_per_token_logps_and_entropies(
-                self.model, ids, batch.attention_mask, width, **arguments
-            )
+    def _pass(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self._trainer._get_per_token_logps_and_entropies(self.model, *args, **kwargs)
+
+    def _without_gradient(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        checkpointing = self._trainer.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, checkpointing):
+            return self._pass(*args, **kwargs)
 
     def head_rows(self) -> torch.Tensor:
         """The LM head's weight `[V, d]`, a row for each token of the vocabulary; raises where there is no such."""
@@ -131,6 +123,14 @@ class Scoring:
         return "ref" in tuner.active_adapters if "ref" in policy.peft_config else tuner.disable_adapters
 
 
+def _positional(batch: Batch) -> tuple[Any, ...]:
+    return batch.input_ids, batch.attention_mask, batch.completion_mask.size(1)
+
+
+def _images(batch: Batch) -> dict[str, Any]:
+    return {name: batch.get(name) for name in IMAGES}
+
+
 def distribution_size(model: Any, batch: Batch) -> int:
     """Elements of [`Scoring.log_distributions`] at all positions of completions; 0 where there are none to be had."""
     if has_images(batch) or not takes_positions(model):
@@ -157,8 +157,7 @@ def distribution_inputs(batch: Batch, columns: torch.Tensor, width: int = 0) -> 
     What [`Scoring.log_distributions`] takes for some positions of a batch's completions: token ids and attention mask,
     padded on the right to at least `width`, and where the logits are.
     """
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    width = max(width, ids.size(1))
-    ids, mask = (torch.nn.functional.pad(x, (0, width - x.size(1))) for x in (ids, batch.attention_mask))
+    width = max(width, batch.attention_mask.size(1))
+    ids, mask = (torch.nn.functional.pad(x, (0, width - x.size(1))) for x in (batch.input_ids, batch.attention_mask))
     # A token is drawn from the logits at the one before it; from the end, since adapters may put others in front
     return ids, mask, columns + batch["prompt_ids"].size(1) - 1 - width
