@@ -360,6 +360,15 @@ def test_groups_of_equal_rewards_are_left_out_although_their_mean_is_rounded(tmp
     assert logged(trainer, "isopo/skipped_fraction") == [0.75]
 
 
+def test_sequences_stay_together_by_group_and_parts_are_even():
+    advantages = torch.tensor([0.0, 1, 0, 0, torch.nan, 0, 0, 0])
+    assert zero_advantages.remaining_units(advantages) == [[1], [4]]
+    assert zero_advantages.remaining_units(advantages, 2) == [[0, 1], [4, 5]]
+    assert zero_advantages.remaining_units(torch.zeros(4), 2) == []
+    assert zero_advantages.in_equal_parts([[0], [2], [5], [6], [7]], 2) == [[0, 2], [5, 6, 7]]
+    assert zero_advantages.in_equal_parts([[0, 1], [4, 5]], 3) == [[], [0, 1], [4, 5]]
+
+
 def test_groups_stay_whole_with_group_microbatches(tmp_path):
     settings = {"rule": "interacting", "group_microbatches": True, "num_generations": 2, "max_steps": 1}
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "skip_zero_advantage": True}
