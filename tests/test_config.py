@@ -183,6 +183,34 @@ def test_object_of_its_own_refuses_the_same_settings():
             ISOPO(torch.nn.Linear(2, 2), **settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epsilon": 0.0, "epsilon_high": INF, "delta": INF},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "off_policy_mask_threshold": 0.5},
+        {"loss_type": "sapo", "use_vllm": True, "rule": "interacting"},
+        {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+        {"regularization": 0, "regularization_decay": 0.0, "fisher_power": 0.0, "router_aux_loss_coef": 0.0},
+        {"rule": "none", "norm_power": -1.0, "regularization": 1.0, "keep_small": True},
+        {"beta": 0.1, "kl_in_reward": True, "reward_weights": [1.0, 0.0, -0.5]},
+        {"entropy_coef": -0.1, "use_adaptive_entropy": True, "entropy_target": INF},
+        {"top_entropy_quantile": 0.2, "num_iterations": 4, "mask_truncated_completions": True},
+        {**SAMPLER, "importance_sampling_level": "sequence", f"{CLIP}_max": INF, f"{CLIP}_min": 0.0},
+        {**P3O, "use_vllm": True, "vllm_importance_sampling_correction": False, "use_bias_correction_kl": True},
+        {**KPO, "kpo_gain": 1.0, "kpo_stop_gradient": True, "loss_type": "luspo"},
+        {**KPO, "kpo_initial_variance": 0.0, "epsilon": 0.0, "epsilon_high": 0.0},
+        {**KPO, "kpo_process_noise": 0.0},
+        {"advantage_transform": ["redit", "dcpo", "empg", "cppo"], "redit_noise": "gaussian", "cppo_pruning": 0.6},
+        {"advantage_transform": "empg,cppo", "multi_objective_aggregation": "normalize_then_sum"},
+        # A setting at its default is no setting
+        {"kpo_initial_variance": 1.0, "kpo_process_noise": 1e-6, "kpo_gain": None, "kpo_stop_gradient": False},
+    ],
+    ids=str,
+)
+def test_setting_that_can_be_honoured_is_accepted(settings):
+    config(**settings)
+
+
 def test_numbers_of_numpy_become_pythons_own_so_that_a_checkpoint_can_be_loaded(tmp_path):
     given = {"regularization": np.float32(0.5), "norm_power": np.float64(-1), "fisher_samples": np.int64(7)}
     args = config(**given, keep_small=np.bool_(True), reward_weights=np.array([2, 0.5]), rule="fig4")
