@@ -183,11 +183,6 @@ def test_object_of_its_own_refuses_the_same_settings():
             ISOPO(torch.nn.Linear(2, 2), **settings)
 
 
-def test_divergence_that_would_be_normalised_like_a_reward_is_refused():
-    with pytest.raises(ValueError, match="normalize_then_sum"):
-        config(beta=0.1, kl_in_reward=True, multi_objective_aggregation="normalize_then_sum")
-
-
 @pytest.mark.parametrize(
     "settings",
     [

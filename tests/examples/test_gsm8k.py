@@ -281,6 +281,11 @@ def test_the_file_means_what_it_says(gsm8k, given, tmp_path):
     assert args.output_dir == "2024-01-01"
 
 
+def test_the_method_alone_names_the_output_folder(gsm8k, given):
+    _, args, _ = gsm8k.read_arguments([*given, "--trainer=grpo"])
+    assert args.output_dir == "outputs/gsm8k-grpo"
+
+
 def test_what_is_used_and_why(gsm8k):
     assert gsm8k.choose("a", "b") == ("a", "b", "as given")
     assert gsm8k.choose("a", None)[:2] == ("a", "openai/gsm8k")
@@ -288,6 +293,13 @@ def test_what_is_used_and_why(gsm8k):
     for given in ((None, None), ("embedded", None), (None, "embedded")):
         model, dataset, reason = gsm8k.choose(*given)
         assert model == dataset == "embedded" and "the quick start" in reason
+
+
+def test_what_takes_hours_is_not_begun_unasked(gsm8k, example_run, monkeypatch):
+    monkeypatch.setattr(example_run, "device", lambda: ("cuda", (9, 0)))
+    _, args, model_args = gsm8k.read_arguments(["--use_cpu", "--bf16=false"])
+    assert model_args.model_name_or_path == "embedded"
+    assert args.max_steps == 12 and args.save_strategy == "no"
 
 
 def test_what_takes_hours_ends_and_saves(gsm8k):
@@ -326,6 +338,15 @@ def test_where_no_picture_can_be_drawn_the_report_ends_with_curves_in_text(gsm8k
         f"{rewards[1]:.3g}",
     ]
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_a_reward_beside_others_has_a_column_of_its_own(gsm8k, example_run, given, tmp_path, capfd):
+    for weight, titles in (("0.2", 1), ("0", 0)):
+        options = [f"--output_dir={tmp_path}", "--validation_size=0", f"--format_weight={weight}", "--max_steps=1"]
+        assert gsm8k.main([*given, *options]) == 0
+        assert len(re.findall("^ *step .* right  trend$", capfd.readouterr().out, re.MULTILINE)) == titles
+        assert (tmp_path / "curves.png").exists()
+        (tmp_path / "curves.png").unlink()
 
 
 def test_rewards_that_teach_nothing_get_a_hint(example_run):
@@ -619,6 +640,18 @@ def test_bad_models_give_one_sentence(gsm8k, example_run, given, tmp_path, capsy
     assert built(gsm8k, [f"--model_name_or_path={folder}", *rest, "--plain_text"])
 
 
+def test_what_is_looked_up_on_the_hub_is_said_before_it_takes_its_time(gsm8k, given, tmp_path, capsys):
+    model, data, *rest = [*given, f"--output_dir={tmp_path}"]
+    for what, arguments in (
+        ("model no/such", ["--model_name_or_path=no/such", data]),
+        ("data set no/such", [model, "--dataset=no/such"]),
+    ):
+        assert gsm8k.main([*arguments, *rest]) == 2
+        printed = capsys.readouterr()
+        assert f"Looking up the {what} on the Hub" in printed.out.splitlines()[-1]
+        assert len(printed.err.splitlines()) == 1
+
+
 def test_a_checkpoint_that_is_none_gives_one_sentence(gsm8k, given, tmp_path, capsys):
     rest = [*given, f"--output_dir={tmp_path / 'out'}"]
     model = given[0].partition("=")[2]
@@ -672,6 +705,21 @@ def test_vllm_that_is_not_there_gives_one_sentence(gsm8k, given, tmp_path, capsy
     for url in ("127.0.0.1:8000", "http://", "http://127.0.0.1:x", "http://127.0.0.1:99999", "nonsense"):
         said = refused(gsm8k, capsys, [*rest, "--vllm_mode=server", f"--vllm_server_base_url={url}"])
         assert f"{url} is not an address such as http://localhost:8000" in said
+
+
+def test_an_address_without_a_port_has_that_of_its_scheme(gsm8k, given, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def nobody(address, timeout):
+        asked.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(socket, "create_connection", nobody)
+    rest = [*given, f"--output_dir={tmp_path}", "--use_vllm", "--vllm_mode=server"]
+    for url in ("http://host", "https://host/path"):
+        said = refused(gsm8k, capsys, [*rest, f"--vllm_server_base_url={url}"])
+        assert f"{url} names no port" in said and "8000" in said
+    assert asked == [("host", 80), ("host", 443)]
 
 
 def test_a_port_in_use_gives_one_sentence(gsm8k, given, tmp_path, capsys, monkeypatch):

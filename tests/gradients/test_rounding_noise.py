@@ -7,7 +7,6 @@ return some units of rounding. Reference is the oracle, in float64, with attenti
 """
 
 import random
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -93,16 +92,6 @@ def padded(sequences, seed):
 
 
 # By the package
-
-
-@contextmanager
-def float64_throughout():
-    """As the fixture of that name, for a part of a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        for name in ("float", "float32"):
-            patch.setattr(torch, name, torch.float64)
-        yield
 
 
 def model_of(case, dtype, attention):
@@ -251,7 +240,7 @@ def updated(past, terms):
 
 
 def check(case):
-    with float64_throughout():
+    with oracle.float64_throughout():
         expected = by_the_oracle(case)
         given = by_the_package(case) if case.dtype == torch.float64 else None
     given = given or by_the_package(case)

@@ -19,15 +19,6 @@ FAMILIES = ["llama", "gpt2", "gemma3", "qwen2", "phi3"]
 ALL = 10_000
 
 
-def token_logps(model, batch):
-    logits = model(batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1]
-    return (
-        logits.log_softmax(-1)
-        .gather(-1, batch.input_ids[:, 1:, None])
-        .squeeze(-1)[:, -batch.completion_ids.shape[1] :]
-    )
-
-
 def three_gradients(model, rule="fisher"):
     """Of the loss by the rule, of a term without any, and of the loss with the term as `unscaled`."""
     batch = oracle.random_batch([3, 1, 5, 4], [6, 8, 1, 4], 100)
@@ -44,14 +35,14 @@ def three_gradients(model, rule="fisher"):
 
     model.train()
     torch.manual_seed(3)
-    term(token_logps(model, batch)).backward()
+    term(oracle.token_logps(model, batch)).backward()
     plain = taken()
     isopo = ISOPO(model, rule, fisher_samples=ALL)
     results = []
     for unscaled in (False, True):
         torch.manual_seed(3)  # dropout
         with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-            logps = token_logps(model, batch)
+            logps = oracle.token_logps(model, batch)
             if unscaled:
                 isopo.unscaled(term(logps) / 3)
                 isopo.unscaled(term(logps) * 2 / 3)
@@ -126,7 +117,7 @@ def test_unscaled_term_of_one_microbatch_does_not_reach_the_next():
     for unscaled in (True, False):
         model.zero_grad()
         with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-            logps = token_logps(model, batch)
+            logps = oracle.token_logps(model, batch)
             if unscaled:
                 isopo.unscaled(logps.sum())
             (-(logps * oracle.token_weights(batch)).sum()).backward()
@@ -141,7 +132,7 @@ def test_unscaled_term_changes_no_statistic():
     for unscaled in (False, True):
         isopo = ISOPO(model, fisher_samples=ALL)
         with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-            logps = token_logps(model, batch)
+            logps = oracle.token_logps(model, batch)
             if unscaled:
                 isopo.unscaled(logps.sum())
             (-(logps * oracle.token_weights(batch)).sum()).backward()
@@ -155,11 +146,11 @@ def test_unscaled_outside_of_a_microbatch_is_refused():
     model, batch = build("llama"), oracle.random_batch([3, 1], [2, 4], 100)
     isopo = ISOPO(model)
     with pytest.raises(RuntimeError, match="outside of a microbatch"):
-        isopo.unscaled(token_logps(model, batch).sum())
+        isopo.unscaled(oracle.token_logps(model, batch).sum())
     with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-        token_logps(model, batch).sum().backward()
+        oracle.token_logps(model, batch).sum().backward()
     with pytest.raises(RuntimeError, match="outside of a microbatch"):
-        isopo.unscaled(token_logps(model, batch).sum())
+        isopo.unscaled(oracle.token_logps(model, batch).sum())
 
 
 def test_unscaled_after_the_backward_is_refused():
@@ -167,7 +158,7 @@ def test_unscaled_after_the_backward_is_refused():
     isopo = ISOPO(model)
     with pytest.raises(RuntimeError, match="after the loss's backward"):
         with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-            logps = token_logps(model, batch)
+            logps = oracle.token_logps(model, batch)
             logps.sum().backward(retain_graph=True)
             isopo.unscaled(logps.square().sum())
     assert isopo.current is None
@@ -177,7 +168,7 @@ def test_unscaled_gradient_of_a_layer_that_the_loss_does_not_reach_is_not_lost_s
     model, batch = build("llama"), oracle.random_batch([3, 1], [2, 4], 100)
     isopo = ISOPO(model)
     with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
-        token_logps(model, batch).sum().backward()
+        oracle.token_logps(model, batch).sum().backward()
     with pytest.raises(RuntimeError, match=r"reached model\.layers\.1\..*, but the loss did not"):
         with isopo.microbatch(batch.advantages, attention_mask=batch.attention_mask):
             ids, mask = batch.input_ids, batch.attention_mask

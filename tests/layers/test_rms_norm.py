@@ -284,6 +284,17 @@ def test_heads_before_positions_take_the_general_way(kind, heads, calls, monkeyp
 
 @batches.needs_kernels
 @pytest.mark.usefixtures("float64_if_interpreted")
+def test_positions_in_one_row_before_heads_are_right(monkeypatch):
+    """`[B T, H, d]`."""
+    model = build(LlamaRMSNorm)
+    model.forward = lambda x: model.layer(x.flatten(0, 1)).view(x.shape)
+    mine, theirs = both(model, inputs(B, T, H), monkeypatch)
+    for ours, plain in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(ours, plain, **CLOSE)
+
+
+@batches.needs_kernels
+@pytest.mark.usefixtures("float64_if_interpreted")
 def test_where_positions_are_is_remembered_for_as_many_heads_as_positions(monkeypatch):
     """`[B, H, T, d]`, laid out in memory as it reads: with H = T nothing in the tensor tells the two apart."""
     gradients = []

@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from isopo_trl import ISOPOTrainer
+from isopo_trl.loss import zero_advantages
 from isopo_trl.rules import rule_names
 from isopo_trl.step_size.measurement import drawn
 from isopo_trl.token_weights import ratio_loss
@@ -336,6 +337,17 @@ def test_a_sequence_that_fills_in_is_not_among_the_kept_rows(tmp_path):
 # What is left out, and how the rest is packed
 
 
+def test_equal_rewards_are_told_from_their_rounded_mean():
+    rewards = torch.tensor([[0.7, 1], [0.7, 1], [0.7, 1], [0.7, 2], [0.7, torch.nan], [0.7, torch.nan]])
+    missing = torch.full((3, 2), torch.nan)
+    weights = torch.tensor([1.0, 0.5])
+    assert zero_advantages.equal_rewards(rewards, weights, 2).tolist() == [True, True, False, False, True, True]
+    assert zero_advantages.equal_rewards(rewards, weights, 3).tolist() == [True] * 3 + [False] * 3
+    one_of_two = torch.cat([rewards[:1], missing])
+    assert zero_advantages.equal_rewards(one_of_two, weights, 2).tolist() == [True] * 4
+    assert zero_advantages.equal_rewards(rewards, torch.tensor([1.0, 0.0]), 3).all()
+
+
 def test_groups_of_equal_rewards_are_left_out_although_their_mean_is_rounded(tmp_path):
     def reward(completions, **_):
         return [0.7] * 7 + [0.3] * 7 + [0.1] * 7 + tiny.reward(completions[21:])
@@ -346,6 +358,15 @@ def test_groups_of_equal_rewards_are_left_out_although_their_mean_is_rounded(tmp
     trainer = training.build(tmp_path, reward=reward, **settings)
     trainer.train()
     assert logged(trainer, "isopo/skipped_fraction") == [0.75]
+
+
+def test_sequences_stay_together_by_group_and_parts_are_even():
+    advantages = torch.tensor([0.0, 1, 0, 0, torch.nan, 0, 0, 0])
+    assert zero_advantages.remaining_units(advantages) == [[1], [4]]
+    assert zero_advantages.remaining_units(advantages, 2) == [[0, 1], [4, 5]]
+    assert zero_advantages.remaining_units(torch.zeros(4), 2) == []
+    assert zero_advantages.in_equal_parts([[0], [2], [5], [6], [7]], 2) == [[0, 2], [5, 6, 7]]
+    assert zero_advantages.in_equal_parts([[0, 1], [4, 5]], 3) == [[], [0, 1], [4, 5]]
 
 
 def test_groups_stay_whole_with_group_microbatches(tmp_path):

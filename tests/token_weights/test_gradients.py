@@ -1,8 +1,11 @@
 """Every token weighting with every rule: the gradient is what the definition says, in float64."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+import isopo_trl.trainer
 from tests import oracle
 from tests.gradients.test_oracle import RULES, build, trainer_for
 from tests.token_weights.definition import (
@@ -105,6 +108,13 @@ def test_temperature(name, tmp_path):
     batch = off_policy(model, batch, temperature=0.6)
     expected = refer(model, batch, name, normalisation(batch), temperature=0.6)
     compare(model, trainer_for(model, tmp_path, temperature=0.6, **WEIGHTS[name]), expected, "fisher")
+
+
+def test_all_rows_give_the_same_gradient_at_the_head(tmp_path, monkeypatch):
+    """Where there is neither Triton nor a CPU, TRL hands its head every row, scored or not."""
+    monkeypatch.setattr(isopo_trl.trainer, "scored_rows_alone", lambda head: nullcontext())
+    model = build("llama")
+    compare(model, trainer_for(model, tmp_path, **WEIGHTS["p3o"]), reference("llama", False, "p3o"), "fisher")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,15 @@ import json
 import time
 
 
+def test_a_deadline_is_a_duration_or_the_next_such_time_of_day():
+    from learning import end_time
+
+    now = time.mktime((2026, 11, 15, 16, 30, 0, 0, 0, -1))
+    assert end_time(90.0, None, now) == now + 90
+    for clock, seconds in (("17:00", 1800), ("16:30:10", 10), ("16:00", 23.5 * 3600)):
+        assert end_time(None, clock, now) == now + seconds
+
+
 def test_the_command_line_of_a_worker_carries_the_settings():
     from learning import parse
     from matrix import Run
