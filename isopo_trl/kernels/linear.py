@@ -287,7 +287,7 @@ def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
     before = isinstance(samples, SampleRows)
     if before:
         g_samples, a_samples = samples.g, samples.inputs
-        key += (g_samples.shape[0], g_samples.stride(), a_samples.stride(), into is None)
+        key = (key, g_samples.shape[0], g_samples.stride(), a_samples.stride(), into is None)
     known = ledger.prepared.get(key)
     if known is None or not (before or known.samples is samples):
         sizes = m, T, n = m, T, samples.number
@@ -298,15 +298,15 @@ def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
         fixed = ledger.fixed if before else Fixed((samples.present, overlap, *ledger.fixed.tensors))
         known = _OverlapLaunch(plan, None if before else samples, overlap, fixed, sizes)
         ledger.prepared[key] = known
-    plan, _, overlap, fixed, sizes = known
+    plan, _, overlap, fixed, (m, T, n) = known
     if before:
         # Without slots, these are not looked at
         g_out, a_out, source = (g, a, ledger.counter) if into is None else into
         tensors = (g, a, g_samples, a_samples, g_out, a_out, source, overlap)
         slots = 0 if into is None else source.shape[0]
-        launch(_overlap_with_rows_kernel, plan, tensors, (*sizes, slots, index), fixed)
+        launch(_overlap_with_rows_kernel, plan, tensors, (m, T, n, slots, index), fixed)
     else:
-        launch(_overlap_kernel, plan, (g, a), (*sizes, index), fixed)
+        launch(_overlap_kernel, plan, (g, a), (m, T, n, index), fixed)
     return overlap
 
 
