@@ -298,9 +298,9 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
 
 def _put_rows(ctx: Any, slots: Any, a: torch.Tensor, grad: torch.Tensor) -> None:
     """Make the gradients of the logits of the rows that take a slot, and of no others, and put them there."""
-    _, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+    _, weight, bias, targets, log_z, _ = ctx.saved_tensors
     rows = slots.source.rows
-    of_rows = (None, weight, bias, targets[rows], log_z[rows], entropy[rows])
+    of_rows = (None, weight, bias, targets[rows], log_z[rows], None)
     alone = SimpleNamespace(saved_tensors=of_rows, chunk_size=ctx.chunk_size, kernel_args=ctx.kernel_args)
     slots = replace(slots, source=slots.source.in_order)
     for part, tile in _tiles(alone, a[rows], grad[rows], None):
