@@ -3,9 +3,11 @@ The LM head, which TRL's trainers use in two ways.
 
 Generation, and any loop that asks for logits, calls the module: an ordinary linear layer. TRL's loss never does: it
 multiplies by `lm_head.weight` inside [`~trl.kernels.ChunkedLogProbFunction`], tile by tile over the vocabulary, so
-that the logits never exist as a whole. The function here has the same forward. Its backward goes over the vocabulary
+that the logits never exist as a whole. The function here returns the same. Its backward goes over the vocabulary
 twice: once for the statistics and the gradient of the hidden states, once, when the coefficients are known, for the
-gradient of the weight. That is one product more than TRL's backward, and no `[tokens, vocabulary]` tensor.
+gradient of the weight. That is one product more than TRL's backward, and no `[tokens, vocabulary]` tensor. Where the
+statistics are products with rows of the step before alone, as for `fisher`, the forward makes both on its way
+(`head_gradients`), and the backward goes over the vocabulary once: no product more than TRL.
 """
 
 from collections.abc import Iterator
@@ -179,8 +181,10 @@ class _ChunkedLMHead(torch.autograd.Function):
         ctx.sequences, ctx.row_of = head_rows(own[0].shape[0], ctx.microbatch)
         ctx.unit = ctx.products = None
         samples = ctx.microbatch.held(ctx.layer.index)
-        # Products with samples alone: then the backward goes over the vocabulary once
-        if samples is not None and ctx.microbatch.needs == Needs(overlap=True) and are_exact(own):
+        # What the forward takes along saves a pass where there are no other statistics; the rows that are collected
+        # for the next step, as many as samples, then have their logits made once more
+        by_samples = samples is not None and ctx.microbatch.needs == Needs(overlap=True)
+        if by_samples and samples.number < len(own[0]) and are_exact(own):
             return forward_with_gradients(ctx, own, samples.g)
         return ChunkedLogProbFunction.forward(ctx, *own)
 
@@ -294,9 +298,9 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
 
 def _put_rows(ctx: Any, slots: Any, a: torch.Tensor, grad: torch.Tensor) -> None:
     """Make the gradients of the logits of the rows that take a slot, and of no others, and put them there."""
-    _, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+    _, weight, bias, targets, log_z, _ = ctx.saved_tensors
     rows = slots.source.rows
-    of_rows = (None, weight, bias, targets[rows], log_z[rows], entropy[rows])
+    of_rows = (None, weight, bias, targets[rows], log_z[rows], None)
     alone = SimpleNamespace(saved_tensors=of_rows, chunk_size=ctx.chunk_size, kernel_args=ctx.kernel_args)
     slots = replace(slots, source=slots.source.in_order)
     for part, tile in _tiles(alone, a[rows], grad[rows], None):

@@ -140,7 +140,7 @@ B, T, C, HIDDEN = 3, 40, 30, 64
 VOCABULARY = 512
 
 
-def two_steps(rule, by_backward=False, term=False, monkeypatch=None):
+def two_steps(rule, by_backward=False, term=False, monkeypatch=None, samples=2):
     """
     Gradients of the second step's microbatch, whose metric is the first's, the rows that it leaves, and the products
     of its forward and backward, in units of tokens x vocabulary x hidden.
@@ -149,7 +149,7 @@ def two_steps(rule, by_backward=False, term=False, monkeypatch=None):
     model = LanguageModel(bias=True)
     model.lm_head = torch.nn.Linear(HIDDEN, VOCABULARY)
     model = model.double()
-    isopo = ISOPO(model, rule, fisher_samples=2)
+    isopo = ISOPO(model, rule, fisher_samples=samples)
     if by_backward:
         monkeypatch.setattr(lm_head, "are_exact", lambda _: False)
     mask = torch.ones(B, T, dtype=torch.long)
@@ -187,6 +187,11 @@ def test_products_over_the_vocabulary_in_a_step(rule, strategy, products, monkey
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     _, found = two_steps(rule)
     assert products <= found < products + 0.2
+
+
+def test_as_many_samples_as_tokens_keep_the_old_way(monkeypatch):
+    new, old = (two_steps("fisher", old, False, monkeypatch, samples=B * C)[1] for old in (False, True))
+    assert new == old
 
 
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 2), (torch.bfloat16, 2)], ids=str)
