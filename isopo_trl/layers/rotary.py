@@ -49,9 +49,10 @@ class RotaryAttention(Shortcut):
         finally:
             self.names[NAME] = self.own
 
-    def _rotated(self, q: torch.Tensor, k: torch.Tensor, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or not _kernel_takes(q, k, cos, sin):
-            return self.own(q, k, cos, sin, *args, **kwargs)
+    def _rotated(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 4 or kwargs or args[1] is None or not _kernel_takes(*args):  # some turn queries alone
+            return self.own(*args, **kwargs)
+        q, k, cos, sin = args
         return _Rotary.apply(q, k, cos.contiguous(), sin.contiguous())
 
 

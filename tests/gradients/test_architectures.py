@@ -23,7 +23,12 @@ LINES, WITH_IMAGES = lines("causal"), lines("vision")
 
 
 def check(outcomes, cells):
-    """Not the whole line: other versions may have other words."""
+    """
+    Not the whole line: other versions may have other words. And not where nothing was examined: whether a sequence has
+    the same loss alone as in a batch is for some families a question of the processor's rounding.
+    """
+    if cells[0] == "not examined":
+        return
     for (way, outcome), verdict in zip(outcomes.items(), cells, strict=False):
         assert outcome.verdict == verdict, f"{way}: {outcome.reason}"
 

@@ -96,6 +96,15 @@ def test_what_the_kernel_does_not_take_is_left_to_the_model(calls, monkeypatch):
     assert len(calls) == 1
 
 
+def test_one_tensor_may_be_turned_alone(monkeypatch):
+    """As some families' functions allow, whose attention calls them in both ways."""
+    (layer, *_) = rotary_layers(ISOPO(tiny.model("qwen3")))
+    q, cos, sin = torch.randn(3, 2, 4, 8).unbind()
+    monkeypatch.setattr(layer, "own", lambda q, k=None, cos=None, sin=None: q * cos if k is None else (q, k))
+    assert torch.equal(layer._rotated(q, cos=cos, sin=sin), q * cos)
+    assert torch.equal(layer._rotated(q, None, cos, sin), q * cos)
+
+
 @batches.needs_kernels
 def test_offsets_of_the_kernel_have_32_bits():
     cos = torch.zeros(1, 1, 1, device=DEVICE, dtype=EXACT).expand(1, 2**10, 8)
