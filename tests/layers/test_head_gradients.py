@@ -194,6 +194,41 @@ def test_as_many_samples_as_tokens_keep_the_old_way(monkeypatch):
     assert new == old
 
 
+def step(isopo, head):
+    """The function's context after a step, of which something lives on."""
+    mask, width = torch.ones(B, T, dtype=torch.long), len(head.weight)
+    with isopo.microbatch(ADVANTAGES, attention_mask=mask, completion_mask=mask[:, :C]):
+        hidden = torch.randn(B * C, HIDDEN, requires_grad=True)
+        logps = chunked_logps(hidden, head, torch.randint(width, (B * C,)), chunk=width)
+        isopo.unscaled(logps.sum())
+        logps.sum().backward()
+    isopo.step()
+    return logps.grad_fn
+
+
+def head_of(width):
+    model = LanguageModel()
+    model.lm_head = torch.nn.Linear(HIDDEN, width, bias=False)
+    return ISOPO(model, "fisher", fisher_samples=2), model.lm_head
+
+
+@pytest.mark.parametrize("width", [V - 4, V + 4])
+def test_rows_of_another_vocabulary_are_refused_with_words(width):
+    isopo, head = head_of(V)
+    step(isopo, head)
+    other, its_head = head_of(width)
+    other.load_state_dict(isopo.state_dict())
+    with pytest.raises(RuntimeError, match="the checkpoint is of another model"):
+        step(other, its_head)
+
+
+def test_what_was_taken_is_gone_before_the_backward_of_other_layers():
+    given = head_of(V)
+    for _ in range(2):
+        held = [x for x in vars(step(*given)).values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        assert not held
+
+
 @pytest.mark.parametrize(("dtype", "products"), [(torch.float32, 2), (torch.bfloat16, 2)], ids=str)
 def test_products_of_a_head_that_is_not_trained(dtype, products):
     args, _ = example(dtype)
