@@ -159,9 +159,9 @@ def calls_linear_once(module: Any) -> bool:
     def constant(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(x, weight.detach(), None if bias is None else bias.detach())
 
-    others = [p.detach().requires_grad_() for p in own.values()]
     devices = [weight.device] if weight.device.type == "cuda" else []
     try:
+        others = [p.detach().requires_grad_() for p in own.values()]
         # Some routers draw random numbers
         with torch.random.fork_rng(devices), torch.enable_grad(), exchanged([(module, name) for name in own], others):
             with LinearCalls(module.weight, constant) as calls:

@@ -184,6 +184,8 @@ class _ChunkedLMHead(torch.autograd.Function):
         # What the forward takes along saves a pass where there are no other statistics; the rows that are collected
         # for the next step, as many as samples, then have their logits made once more
         by_samples = samples is not None and ctx.microbatch.needs == Needs(overlap=True)
+        # Another model's rows are refused in the backward
+        by_samples = by_samples and samples.g.shape[1] == len(own[HEAD_WEIGHT])
         if by_samples and samples.number < len(own[0]) and are_exact(own):
             return forward_with_gradients(ctx, own, samples.g)
         return ChunkedLogProbFunction.forward(ctx, *own)
@@ -232,10 +234,12 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
     grad: Any
     grad, grad_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
     of_terms = take_aside(ctx) or HeadTerms()
-    unit = ctx.unit if grad is not None and grad_entropy is None else None
+    # Gone from the context, since that outlasts the other layers' backwards
+    unit, products, ctx.unit, ctx.products = ctx.unit, ctx.products, None, None
+    unit = unit if grad is not None and grad_entropy is None else None
     grad_hidden = None
     if needs_hidden and unit is not None:
-        grad_hidden = unit * grad.unsqueeze(1)
+        grad_hidden = unit.mul_(grad.unsqueeze(1))
     elif needs_hidden:
         grad_hidden = torch.zeros(a.shape, device=a.device, dtype=accumulation_dtype(a.dtype))
     grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -263,8 +267,8 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         ones = sequences.scaled(torch.ones_like(a[:, :1], dtype=dtype), known)
     formed: list[tuple[slice, torch.Tensor]] = []
     tiles = _tiles(ctx, a, grad, grad_entropy, buffer)
-    if ctx.products is not None:  # the forward has been there
-        sums.products, sums.norms = ctx.products.t() * grad, square_norms(samples.g)
+    if products is not None:  # the forward has been there
+        sums.products, sums.norms = products.t() * grad, square_norms(samples.g)
         _put_rows(ctx, slots, a, grad)
         tiles = iter(())
     for part, tile in tiles:

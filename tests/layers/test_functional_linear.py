@@ -54,6 +54,17 @@ class WithoutBias(Plain):
         return F.linear(x, self.weight) + self.bias
 
 
+class Indexed(Plain):
+    """With a parameter that can have no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)[..., self.order]
+
+
 class Twice(Plain):
     def forward(self, x):
         return F.linear(x, self.weight, self.bias) + F.linear(x.square(), self.weight)
@@ -120,7 +131,7 @@ def test_trying_a_router_draws_nothing_from_the_global_stream():
     assert layer.kind == "linear" and torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", [WithoutBias, Twice, Normalised, Penalised])
+@pytest.mark.parametrize("kind", [WithoutBias, Twice, Normalised, Penalised, Indexed])
 def test_other_uses_of_the_weight_are_left_to_gradients_per_sequence(kind):
     module = example(kind)
     weight, trained = module.weight, [p.requires_grad for p in module.parameters()]

@@ -396,10 +396,11 @@ def test_outside_of_a_microbatch_and_without_gradients_the_layer_is_pefts(calls)
     assert calls == [] and not any(microbatch.visits)
 
 
-def test_frozen_factors_are_left_to_peft(calls):
+@pytest.mark.parametrize("factor", ["lora_A", "lora_B"])
+def test_frozen_factors_are_left_to_peft(factor, calls):
     model = build()
     isopo = ISOPO(model)
-    model.base_model.model.up.lora_A["default"].weight.requires_grad_(False)
+    getattr(model.base_model.model.up, factor)["default"].weight.requires_grad_(False)
     mine = run(model, isopo, inputs())
     assert calls == ["base_model.model.down"] and sorted(mine[3]) == [0, 1, 1, 1]
 

@@ -52,7 +52,9 @@ def test_what_gains_nothing_goes_to_trl(given, monkeypatch):
     calls = []
     monkeypatch.setattr(ChunkedLogProbFunction, "apply", lambda *args: calls.append(args))
     frozen_head.frozen_head(*example(), 1.0, 8, **given)
-    assert len(calls) == 1 and len(calls[0]) == 9
+    with torch.no_grad():
+        frozen_head.frozen_head(*example(), 1.0, 8, outputs=("is_top1",))
+    assert len(calls) == 2 and len(calls[0]) == len(calls[1]) == 9
 
 
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
