@@ -92,13 +92,16 @@ def compiled(gpu, capability, monkeypatch):
         names = kernel.arg_names
         given = len(tensors) + len(numbers)
         assert len(names) == given + len(constants)
-        signature = dict(zip(names, [*(TYPES[x.dtype] for x in tensors), *["i32"] * len(numbers)], strict=False))
+        there = {place: TYPES[x.dtype] for place, x in enumerate(tensors) if x is not None}
+        kinds = [there.get(place, "constexpr") for place in range(len(tensors))]
+        signature = dict(zip(names, [*kinds, *["i32"] * len(numbers)], strict=False))
         signature |= dict.fromkeys(names[given:], "constexpr")
+        absent = {(place,): None for place in range(len(tensors)) if place not in there}
         source = ASTSource(
             fn=kernel,
             signature=signature,
-            constexprs={(given + place,): value for place, value in enumerate(constants)},
-            attrs={(place,): [["tt.divisibility", 16]] for place in range(len(tensors))},
+            constexprs=absent | {(given + place,): value for place, value in enumerate(constants)},
+            attrs={(place,): [["tt.divisibility", 16]] for place in there},
         )
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=plan.options)
         assert made.metadata.shared <= MEMORY[capability], f"{names[0]}: {made.metadata.shared} bytes"
