@@ -211,7 +211,7 @@ def elementwise_gradient(
     elif samples is not None:
         rows = samples.order if summed else samples.present
     kept, slots = (ledger.counter, ledger.counter) if into is None else into
-    dtypes = (v.dtype, dtype, of_samples.dtype, kept.dtype)
+    dtypes: tuple[torch.dtype, ...] = (v.dtype, dtype, of_samples.dtype, kept.dtype)
     along, variant = None, ledger.variant
     if direction is not None:
         along = direction[0].contiguous() if len(direction) == 1 else torch.cat(direction)

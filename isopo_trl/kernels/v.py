@@ -291,13 +291,14 @@ class VBlocks:
             programs = max(map(cut.programs_of, self.sizes))
             along = direction is not None
             sums = ledger.scratch(V, "sums", cut.sums(programs), cut.rows + along, cut.rows)
-            given = (True, ledger.variant_along if along else ledger.variant, ledger.fixed, index, direction)
-            _launch_ntk(V, sums, cut, programs, before > 0, self.added == len(self.sizes), *given)
+            variant = ledger.variant_along if along else ledger.variant
+            ends = self.added == len(self.sizes)
+            _launch_ntk(V, sums, cut, programs, before > 0, ends, True, variant, ledger.fixed, index, direction)
             return
-        given = (True, ledger.variant, ledger.fixed, index)
         each = [-(-size // _V_CHUNK) for size in self.sizes]
         sums = ledger.scratch(V, "sums", len(V), sum(each))
-        _launch_norm(V, sums, sum(each[:before]), each[before], *given, self.overlaps)
+        given = (True, ledger.variant, ledger.fixed, index, self.overlaps)
+        _launch_norm(V, sums, sum(each[:before]), each[before], *given)
 
 
 class VSums:

@@ -218,7 +218,7 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
     ids=str,
 )
 def test_kernels_with_a_direction_compile_and_fit(compiled, rule, m):
-    """Of a weight, of one with a bias, of one that is transposed, in other types than the gradients; and without one."""
+    """Of a weight, of one with a bias, of one that is transposed; in other types than gradients; and without one."""
     p, d, E, k = 1024, 3072, 16, 4
     sequences, _, ledger = microbatch(make_rule(rule), m, 64, 0)
     entry, programs = Entry(ledger, 0), set()

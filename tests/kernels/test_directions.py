@@ -19,6 +19,7 @@ from isopo_trl import ISOPO
 from isopo_trl.geometry import cost
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.kernels import elementwise, experts, launch, linear, rms_norm, v
+from isopo_trl.kernels.launch import INTERPRET
 from isopo_trl.rules import make_rule
 from tests.kernels import batches
 from tests.kernels.batches import (
@@ -226,7 +227,7 @@ KINDS = {
     "experts": Experts,
 }
 MASK = [[0, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
-MICROBATCHES = [2, 1, 3]  # of each step
+MICROBATCHES = [2, 1, 1]  # of each step; in the second and third, the direction has another unit
 
 
 class Stack(nn.Module):
@@ -354,7 +355,9 @@ def operations(kinds, layers, rule, monkeypatch):
     return len(launches), counter.number
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if INTERPRET and kind == "experts" else kind for kind in KINDS]
+)
 def test_a_direction_comes_with_the_launches_that_there_are(kind, monkeypatch):
     """
     Weights and vectors take no operation more than without a direction. But two vectors of a layer are put together,
