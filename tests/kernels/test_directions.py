@@ -4,6 +4,7 @@ against the same in plain PyTorch.
 """
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from isopo_trl.geometry import cost
 from isopo_trl.geometry.statistics import Statistics
 from isopo_trl.kernels import elementwise, experts, launch, linear, rms_norm, v
 from isopo_trl.kernels.launch import INTERPRET
-from isopo_trl.rules import make_rule
+from isopo_trl.rules import Spring, make_rule
 from tests.kernels import batches
 from tests.kernels.batches import (
     DEVICE,
@@ -28,6 +29,7 @@ from tests.kernels.batches import (
     EACH_DTYPE,
     EXACT,
     HISTORY,
+    INTERACTING,
     KNOWN,
     LAYERS,
     STATISTIC,
@@ -301,6 +303,26 @@ def test_steps_of_several_microbatches_are_those_of_plain_pytorch(
     for mine, theirs in zip(one, other, strict=True):
         # In a projection, terms of both signs all but cancel each other
         close(mine, theirs, {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 0.1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSpring(Spring):
+    """Its formula may be another one."""
+
+
+@pytest.mark.parametrize("rule", [OwnSpring(), INTERACTING], ids=["a rule of one's own", "one that is held"])
+def test_with_another_direction_pytorch_makes_the_statistics(rule):
+    model = stack(["linear", "LayerNorm"], EXACT)
+    isopo, mask = ISOPO(model, rule), torch.tensor(MASK, device=DEVICE)
+    for step in range(2):
+        if rule is INTERACTING:
+            isopo.hold({name: p.grad.clone() for name, p in model.named_parameters()} if step else None)
+        model.zero_grad()
+        with isopo.microbatch(torch.ones(4, device=DEVICE), attention_mask=mask) as microbatch:
+            (model(mask).square() * mask.unsqueeze(-1)).sum().backward()
+        assert (microbatch._kernel_ledger is None) == (step == 1 or rule is not INTERACTING)
+        isopo.step()
+    assert all(x.any() for x in isopo.projections().values())
 
 
 def test_another_unit_takes_no_other_program(monkeypatch):
