@@ -236,11 +236,16 @@ class Tiling(NamedTuple):
         return programs + groups * (groups > 1)
 
 
-def tiling(m: int, itemsize: int, memory: int) -> Tiling:
-    """The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's."""
+def tiling(m: int, itemsize: int, memory: int, direction: bool = False) -> Tiling:
+    """
+    The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's, that
+    are projected on a `direction` or not.
+    """
     rows = power_of_two(m)
     if rows <= 16:  # too few for a product of matrices
         width = min(1024, 2**14 // rows**2)
+        if direction and rows == 4:  # else there are registers for one program at a time, and not for two
+            width //= 2
         return Tiling(rows, True, width, warps=8, stages=1, programs=264, least=2**13, part=2**10, grouped=False)
     width = 64
     fitting = int(0.75 * memory) // (rows * width * itemsize)
@@ -249,8 +254,8 @@ def tiling(m: int, itemsize: int, memory: int) -> Tiling:
 
 
 @lru_cache(maxsize=256)
-def _tiling_of(m: int, dtype: torch.dtype, device: torch.device) -> Tiling:
-    return tiling(m, dtype.itemsize, shared_memory(device))
+def _tiling_of(m: int, dtype: torch.dtype, device: torch.device, direction: bool = False) -> Tiling:
+    return tiling(m, dtype.itemsize, shared_memory(device), direction)
 
 
 def v_coefficients(
@@ -287,9 +292,9 @@ class VBlocks:
         ledger, index = self.entry
         before, self.added = self.added, self.added + 1
         if ledger.needs.ntk:
-            cut = self.cut or _tiling_of(len(V), V.dtype, V.device)
-            programs = max(map(cut.programs_of, self.sizes))
             along = direction is not None
+            cut = self.cut or _tiling_of(len(V), V.dtype, V.device, along)
+            programs = max(map(cut.programs_of, self.sizes))
             sums = ledger.scratch(V, "sums", cut.sums(programs), cut.rows + along, cut.rows)
             variant = ledger.variant_along if along else ledger.variant
             ends = self.added == len(self.sizes)
