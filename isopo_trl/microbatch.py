@@ -151,7 +151,8 @@ class Microbatch:
             # Kernels are given addresses, and would not notice what is elsewhere
             data = [self.advantages] if self.samples is None else [self.advantages, self.samples.rows]
             here = is_here(x) and all(tensor.device == x.device for tensor in data)
-            known = here and self.sequences.index is None and not self.needs.direction
+            projects = self.rule.needs.direction and self.rule_is_in_kernels  # of others, PyTorch does
+            known = here and self.sequences.index is None and (projects or not self.needs.direction)
             known = known and statistics_are_in_kernels(x, m, n, self.rule.needs)
             self._kernels_measure[x.dtype] = known
         return known
@@ -191,7 +192,8 @@ class Microbatch:
         """Where kernels find the coefficients of layer `index`, once they are entered."""
         if self._kernel_ledger is None:
             names = None if self.draw is None else self.draw.names_of_rows_and_sequences
-            self._kernel_ledger = KernelLedger(self.ledger, names)
+            unit = 1.0 if self.direction is None else self.direction.unit
+            self._kernel_ledger = KernelLedger(self.ledger, names, unit)
         return Entry(self._kernel_ledger, index)
 
     def coefficients(self, index: int, statistics: Statistics) -> torch.Tensor:

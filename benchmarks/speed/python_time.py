@@ -12,6 +12,7 @@ of it is Python; launches and their arguments are counted and printed. Run it on
     python benchmarks/speed/python_time.py --layers           # microseconds per layer, forward and backward
     python benchmarks/speed/python_time.py --plain            # plain PyTorch instead of the kernels' path
     python benchmarks/speed/python_time.py --functions fisher # where a step's time goes, by cProfile
+    python benchmarks/speed/python_time.py --operations       # what a backward asks of the device, counted
 """
 
 import argparse
@@ -28,9 +29,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from setting import WARM_UP, Variant, random_batch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from isopo_trl import ISOPO
+from isopo_trl.integrations.autograd_thread import calling_thread
 from isopo_trl.kernels import launch
 from isopo_trl.layers import linear
 
@@ -172,6 +175,41 @@ def functions(options: argparse.Namespace) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(60)
 
 
+# Operations
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch is asked to do but views."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def operations(options: argparse.Namespace, launches: Launches) -> None:
+    """
+    Of a backward in the second microbatch of the second step, where there is all that a rule may go by. A launch of
+    Triton's is not among the operations.
+    """
+    case = thin_case(options)
+    inputs = random_batch(case, case.sequences)
+    print(f"{'':12} {'operations':>10} {'launches':>8}")
+    for name in options.rules:
+        variant = Variant(name, case)
+        trainer = variant.trainer
+        for _ in range(2):
+            for _ in range(2):
+                launches.forget()
+                loss = trainer.compute_loss(variant.model, inputs)
+                with Operations() as counter, calling_thread(True):
+                    loss.backward()
+            trainer.isopo.step()
+            variant.model.zero_grad()
+        print(f"{name:12} {counter.number:10} {sum(launches.numbers.values()):8}")
+
+
 # Layers
 
 
@@ -235,6 +273,7 @@ def main() -> None:
     parser.add_argument("--launcher", action="store_true", help="with the Python of Triton's launcher")
     parser.add_argument("--plain", action="store_true", help="plain PyTorch in place of the kernels' path")
     parser.add_argument("--layers", action="store_true", help="layer by layer instead of whole steps")
+    parser.add_argument("--operations", action="store_true", help="operations and launches of a backward instead")
     parser.add_argument("--functions", metavar="RULE", help="a profile of this rule's steps instead")
     options = parser.parse_args()
     with (
@@ -242,6 +281,8 @@ def main() -> None:
     ):
         if options.layers:
             layers(options)
+        elif options.operations:
+            operations(options, launches)
         elif options.functions:
             functions(options)
         else:

@@ -187,7 +187,7 @@ def make_trainer(name, case, reward=no_reward, prompts=2, rollout_func=None, mod
             token_weights = ""
         settings.update(rule=rule, fisher_samples=case.samples, token_weights=token_weights or "none")
         settings["fisher_scope"] = "step" if name.endswith(STEP) else "microbatch"
-        if rule != "interacting" and case.shape not in MIXTURES:
+        if rule not in ("interacting", "spring", "proma") and case.shape not in MIXTURES:
             settings["regularization"] = 0  # as in the figures before the default was another
     if case.shape in MIXTURES and not case.aux:
         settings["router_aux_loss_coef"] = 0.0

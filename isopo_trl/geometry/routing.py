@@ -263,7 +263,7 @@ def routed_statistics(
     """
     result = Statistics()
     if direction is not None:
-        result.projection = routing.sums(_along(g, a, bias, routing, direction).unsqueeze(1)).squeeze(2)
+        result.projection = routed_projection(g, a, bias, routing, direction)
     if needs.overlap:
         assert samples is not None
         if isinstance(samples, SampleRows):
@@ -294,6 +294,13 @@ def routed_statistics(
     elif needs.norm:
         result.norm = _norms(g, a, bias, routing)
     return result
+
+
+def routed_projection(
+    g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing, direction: Direction
+) -> torch.Tensor:
+    """The `projection` `[E, m]` of [`routed_statistics`]."""
+    return routing.sums(_along(g, a, bias, routing, direction).unsqueeze(1)).squeeze(2)
 
 
 def _along(g: torch.Tensor, a: torch.Tensor, bias: bool, routing: Routing, direction: Direction) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """
-Coefficients inside a kernel: the formulas of [`~rules.power`] and [`~rules.interacting`] for all sequences of a layer.
+Coefficients inside a kernel: the formulas of [`~rules.power`], [`~rules.interacting`], [`~rules.spring`] and
+[`~rules.proma`] for all sequences of a layer.
 
 In each kernel that makes a statistic, programs write what they have summed to a scratch tensor, and the last one to
 finish, which a counter finds, adds it all up in a fixed order and goes on to the coefficients. So results do not
@@ -14,6 +15,7 @@ import torch
 from ..geometry.cost import Needs
 from ..geometry.guarded import noise_level
 from ..rules.ledger import HISTORY, Ledger
+from ..rules.proma import RIDGE
 from ..rules.rule import Coefficients, KernelForm, Rule
 from .launch import Fixed, Scratch, constant, jit, part_of, power_of_two, takes, tl
 
@@ -26,10 +28,13 @@ COUNTERS = 1024
 # Bytes of scaled rows up to which all layers share their memory; more would be missed elsewhere in the backward pass
 MOST_SHARED = 2**23
 
-# What a kernel is compiled for, one bit each
-OVERLAP, NORM, NTK, P, Q, R, REGULARIZED, KEEP_SMALL, PAPER = (constant(1 << bit) for bit in range(9))
+# What a kernel is compiled for, one bit each; the last: whether there is a direction
+OVERLAP, NORM, NTK, P, Q, R, REGULARIZED, KEEP_SMALL, PAPER, PROMA, DIRECTION = (
+    constant(1 << bit) for bit in range(11)
+)
 # Places of the rule's numbers, as `_settings` has them
 AT_P, AT_Q, AT_R, AT_LAMBDA, AT_UNSCALE, AT_FACTOR, AT_LAYERS = map(constant, range(7))
+AT_UNIT, AT_DECAY, AT_STRENGTH, AT_BOUND = map(constant, range(7, 11))
 # Places in a layer's row of the history
 HISTORY_COLUMNS = constant(len(HISTORY))
 AT_FISHER_SQUARE, AT_NORM_SQUARE, AT_RELATIVE_SQUARE, AT_SCALE, AT_MULTIPLIER, AT_KNOWN = (
@@ -44,6 +49,8 @@ ROW_FISHER, ROW_NORM, ROW_RAW, ROW_NOISE = (
 # Squares of what `below_noise` compares with, by the type of the sums
 NOISE_FLOAT32 = constant(noise_level(torch.float32) ** 2)
 NOISE_FLOAT64 = constant(noise_level(torch.float64) ** 2)
+# What PROMA adds to eigenvalues
+PROMA_RIDGE = constant(RIDGE)
 
 
 def statistics_are_in_kernels(x: torch.Tensor, sequences: int, samples: int, needs: Needs) -> bool:
@@ -60,17 +67,20 @@ def rule_is_in_kernels(x: torch.Tensor, sequences: int, samples: int, rule: Rule
     return rule.kernel_form is not None and statistics_are_in_kernels(x, sequences, samples, rule.needs)
 
 
-def variant_of(rule: Rule) -> int:
-    """What the kernels are compiled for, bit by bit; of a rule that they do not know, its statistics."""
+def variant_of(rule: Rule, direction: bool = False) -> int:
+    """
+    What the kernels are compiled for, bit by bit, with a `direction` or without one; of a rule that they do not know,
+    its statistics.
+    """
     if rule.kernel_form is None:  # it may have settings that cannot be hashed
         return _bits(rule.needs.overlap, rule.needs.norm, rule.needs.ntk)
-    return _variant_of(rule)
+    return _variant_of(rule, direction)
 
 
 @lru_cache(maxsize=256)
-def _variant_of(rule: Rule) -> int:
+def _variant_of(rule: Rule, direction: bool) -> int:
     needs, form = rule.needs, _form_of(rule)
-    others = (form.regularization > 0, form.keep_small, rule.scale == "paper")
+    others = (form.regularization > 0, form.keep_small, rule.scale == "paper", form.proma is not None, direction)
     return _bits(needs.overlap, needs.norm, needs.ntk, *form.exponents, *others)
 
 
@@ -79,11 +89,17 @@ def _bits(*traits: Any) -> int:
 
 
 @lru_cache(maxsize=256)
-def _settings(rule: Rule, loss_scale: float, layers: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The rule's numbers, in the order of their places; two of them undo, and carry, the loss's constant."""
+def _settings(
+    rule: Rule, loss_scale: float, unit: float, layers: int, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """
+    The rule's numbers, in the order of their places; two of them undo, and carry, the loss's constant, and `unit` is
+    that of the direction.
+    """
     form = _form_of(rule)
     numbers = (*form.exponents, form.regularization, 1 / loss_scale, loss_scale**rule.degree, layers)
-    return torch.tensor(numbers, device=device, dtype=dtype)
+    of_direction = (unit, form.decay, *(form.proma or (0.0, 0.0)))
+    return torch.tensor((*numbers, *of_direction), device=device, dtype=dtype)
 
 
 def _form_of(rule: Rule) -> KernelForm:
@@ -100,26 +116,29 @@ class KernelLedger(Scratch):
         ledger ([`Ledger`]): where coefficients go.
         names (`torch.Tensor`, *optional*): `[n + m]`, names of the sequences that samples from before are of, and of
             the microbatch's; where there are such samples.
+        unit (`float`): what the direction's tensors are multiplied by, where there is one.
 
     Attributes:
         needs ([`Needs`]): the statistics that the rule asks for.
-        variant (`int`): what the kernels are compiled for.
+        variant (`int`): what the kernels are compiled for at a layer without a direction.
+        variant_along (`int`): the same at one with a direction.
         named (`bool`): whether samples from before have names.
         counter (`torch.Tensor`): zeros, with which the programs of a kernel find out which of them is the last.
         fixed ([`Fixed`]): counter, table, advantages, history, the rule's numbers, and names: the last tensors of each
             kernel.
     """
 
-    def __init__(self, ledger: Ledger, names: torch.Tensor | None = None):
+    def __init__(self, ledger: Ledger, names: torch.Tensor | None = None, unit: float = 1.0):
         super().__init__()
         rule, table, advantages, history = ledger.rule, ledger.table, ledger.advantages, ledger.history
         self.table = table
-        self.needs, self.variant, self.named = rule.needs, variant_of(rule), names is not None
+        self.needs, self.named = rule.needs, names is not None
+        self.variant, self.variant_along = variant_of(rule), variant_of(rule, direction=True)
         self.counter = torch.zeros(COUNTERS, device=advantages.device, dtype=torch.int32)
         # Nothing looks at what is given in place of settings and names
         settings = history
         if rule.kernel_form is not None:
-            settings = _settings(rule, ledger.loss_scale, len(table), advantages.device, advantages.dtype)
+            settings = _settings(rule, ledger.loss_scale, unit, len(table), advantages.device, advantages.dtype)
         names = self.counter if names is None else names
         self.fixed = Fixed((self.counter, table, advantages, history, settings, names))
 
@@ -318,12 +337,46 @@ def _non_interacting(fisher_square, informed, norm_square, m, index, book, BM, V
 
 
 @jit()
-def _interacting(ntk, m, index, book, BM, VARIANT, ACC):
+def _swept(matrix, m, BM):
     """
-    The interacting rule: `ntk` `[BM, BM]`; writes the layer's row of the table, and the kernel behind the table.
+    The negative of the inverse of a `matrix` `[BM, BM]`, by sweeps without pivoting, which it does not need: it is
+    positive definite. A sweep leaves the matrix symmetric, so that a step looks for a row and for no column.
+    """
+    s = tl.arange(0, BM)
+    for k in range(m):
+        at = s == k
+        row = tl.sum(tl.where(at[:, None], matrix, 0.0), 0)
+        inverse = 1.0 / tl.sum(tl.where(at, row, 0.0), 0)
+        row = tl.where(at, -1.0, row)
+        matrix = tl.where(at[:, None] | at[None, :], 0.0, matrix) - row[:, None] * (row * inverse)[None, :]
+    return matrix
 
-    The inverse of `K / c0 + I` by sweeps, without pivoting, which it does not need: it is positive definite and its
-    smallest eigenvalue is 1. A sweep leaves the matrix symmetric, so that a step looks for a row and for no column.
+
+@jit()
+def _given_way(ntk, along, N, A, alive, settings, m, BM):
+    """
+    What PROMA takes from the advantages `A`, for the sequences that are `alive`; kernel, projections and N are of
+    gradients in one unit.
+    """
+    s = tl.arange(0, BM)
+    inverse = tl.where(alive, 1.0 / tl.where(alive, N, 1.0), 0.0)
+    cosines = tl.where(alive[:, None] & alive[None, :], ntk * inverse[:, None] * inverse[None, :], 0.0)
+    ridge = tl.zeros((BM, BM), tl.float64) + PROMA_RIDGE
+    matrix = cosines + tl.where(s[:, None] == s[None, :], ridge, 0.0)
+    x = -tl.sum(_swept(matrix, m, BM) * tl.where(alive, along * inverse, 0.0)[:, None], 0)
+    square = tl.sum(x * tl.sum(cosines * x[:, None], 0), 0)
+    bound = tl.load(settings + AT_BOUND)
+    allowed = bound * bound * tl.sum(A * tl.sum(ntk * A[:, None], 0), 0)
+    allowed = tl.where(allowed < 0, 0.0, allowed)
+    shrunk = tl.sqrt(tl.where(square > allowed, allowed / tl.where(square > 0, square, 1.0), 1.0))
+    return tl.load(settings + AT_STRENGTH) * shrunk * x * inverse
+
+
+@jit()
+def _interacting(ntk, along, m, index, book, BM, VARIANT, ACC):
+    """
+    The rules that go by the kernel between sequences: `ntk` `[BM, BM]` and, with a direction, the projections `along`
+    `[BM]` on it. Writes the layer's row of the table, behind the table the kernel, and behind that the projections.
     """
     table, advantages, history, settings = book
     s = tl.arange(0, BM)
@@ -339,19 +392,25 @@ def _interacting(ntk, m, index, book, BM, VARIANT, ACC):
     N = tl.where(square != square, square, tl.sqrt(tl.maximum(square, 0.0)))
     noise = _below_noise(N, m, known, history + AT_NORM_SQUARE, ACC)
     alive = present & (N > 0) & (N < float("inf")) & (noise == 0)
-    c0 = tl.load(settings + AT_LAMBDA) * _known_or(known, history + AT_NORM_SQUARE, _mean_over(N * N, alive))
-    keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
-    unit = tl.where(c0 > 0, c0, 1.0)
-    matrix = tl.where(keep[:, None] & keep[None, :], ntk / unit, 0.0) + tl.where(diagonal, 1.0, 0.0)
-    for k in range(m):
-        at = s == k
-        row = tl.sum(tl.where(at[:, None], matrix, 0.0), 0)
-        inverse = 1.0 / tl.sum(tl.where(at, row, 0.0), 0)
-        row = tl.where(at, -1.0, row)
-        matrix = tl.where(at[:, None] | at[None, :], 0.0, matrix) - row[:, None] * (row * inverse)[None, :]
-    solution = tl.where(keep, -tl.sum(matrix * tl.where(keep, A, 0.0)[:, None], 0), 0.0)
-    if VARIANT & PAPER:
-        solution = solution / unit * tl.load(settings + AT_FACTOR)
+    if VARIANT & DIRECTION:
+        along = along * tl.load(settings + AT_UNIT)
+        layers = tl.load(settings + AT_LAYERS).to(tl.int64)
+        tl.store(table + layers * (TABLE_ROWS + m) * m + index * m + s, along, mask=present)
+    if VARIANT & PROMA:
+        solution = A
+        if VARIANT & DIRECTION:  # which is a gradient too
+            solution -= _given_way(ntk, along * unscale * unscale, N, A, alive, settings, m, BM)
+    else:
+        c0 = tl.load(settings + AT_LAMBDA) * _known_or(known, history + AT_NORM_SQUARE, _mean_over(N * N, alive))
+        keep = alive & (tl.zeros((BM,), tl.float64) + c0 > 0)
+        unit = tl.where(c0 > 0, c0, 1.0)
+        matrix = tl.where(keep[:, None] & keep[None, :], ntk / unit, 0.0) + tl.where(diagonal, 1.0, 0.0)
+        if VARIANT & DIRECTION:
+            A -= tl.load(settings + AT_DECAY) * along * unscale
+        matrix = _swept(matrix, m, BM)
+        solution = tl.where(keep, -tl.sum(matrix * tl.where(keep, A, 0.0)[:, None], 0), 0.0)
+        if VARIANT & PAPER:
+            solution = solution / unit * tl.load(settings + AT_FACTOR)
     kernels = table + tl.load(settings + AT_LAYERS).to(tl.int64) * TABLE_ROWS * m + index * m * m
     tl.store(kernels + s[:, None] * m + s[None, :], ntk, mask=present[:, None] & present[None, :])
     table += index * TABLE_ROWS * m

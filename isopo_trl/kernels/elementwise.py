@@ -6,8 +6,10 @@ import torch
 
 from ..geometry.cost import Needs
 from ..geometry.sequences import SampleRows, Samples, Sequences
+from ..geometry.statistics import Direction
 from .coefficients import (
     COUNTERS,
+    DIRECTION,
     NORM,
     NTK,
     OVERLAP,
@@ -28,7 +30,7 @@ MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
 
 @jit(do_not_specialize=["m", "T", "n", "index", "splits", "parts"])
 def _elementwise_kernel(
-    v, of_samples, rows, sums, plus, scratch, out, slots, kept,
+    v, of_samples, rows, sums, plus, scratch, out, slots, kept, along,
     counter, table, advantages, history, settings, names,
     m, T, n, index, splits, parts,
     D: tl.constexpr, SUMMED: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, VARIANT: tl.constexpr,
@@ -39,7 +41,7 @@ def _elementwise_kernel(
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
     last of a block of features has the gradients `V` there, and adds its share to the statistics; the last of these
     has the coefficients. What `plus` adds up to is added to the result. With `STORE`, rows go to the slots of `kept`
-    that `slots` has for them along the way.
+    that `slots` has for them along the way. `along` `[D]` is the direction, where there is one.
     """
     block = tl.program_id(0)
     s = tl.program_id(2)
@@ -58,6 +60,7 @@ def _elementwise_kernel(
     ntk = square
     if VARIANT & NORM:
         ntk += m * blocks
+    projections = ntk + blocks * BM * BM
 
     last = True
     if not SUMMED:
@@ -108,6 +111,9 @@ def _elementwise_kernel(
         if VARIANT & NTK:
             products = tl.dot(gradient, tl.trans(gradient), tl.zeros((BM, BM), ACC), input_precision=PRECISION)
             tl.store(ntk + block * BM * BM + q[:, None] * BM + q[None, :], products)
+            if VARIANT & DIRECTION:
+                direction = tl.load(along + d, mask=inside, other=0.0).to(ACC)
+                tl.store(projections + block * BM + q, tl.sum(gradient * direction[None, :], 1))
 
         if _is_last(counter, blocks):
             book = table, advantages, history, settings
@@ -116,7 +122,11 @@ def _elementwise_kernel(
                 for b in range(blocks):
                     place = b * BM * BM + q[:, None] * BM + q[None, :]
                     kernel += tl.load(ntk + place, cache_modifier=".cg")
-                _interacting(kernel, m, index, book, BM, VARIANT, ACC)
+                projected = tl.zeros((BM,), tl.float64)
+                if VARIANT & DIRECTION:
+                    for b in range(blocks):
+                        projected += tl.load(projections + b * BM + q, cache_modifier=".cg")
+                _interacting(kernel, projected, m, index, book, BM, VARIANT, ACC)
             if VARIANT & (OVERLAP | NORM):
                 fisher_square = tl.zeros((BM,), tl.float64)
                 norm_square = tl.zeros((BM,), tl.float64)
@@ -158,7 +168,8 @@ def _elementwise_plan(
     BM = max(16, BM)
     splits = max(1, min(1024 // (m * blocks), T // 256))
     acc, _ = types_of(dtypes[0])
-    size = (m + 1) * D + blocks * (needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM)
+    of_block = needs.overlap * (m + 1) * n + needs.norm * m + needs.ntk * BM * BM + needs.direction * BM
+    size = (m + 1) * D + blocks * of_block
     precision = "ieee" if acc == tl.float64 else "tf32x3"
     summed = traits[0]
     constants = (D, *traits, acc, precision, 64, BD, BM, BN, BB)
@@ -179,6 +190,7 @@ def elementwise_gradient(
     sums: torch.Tensor | None = None,
     plus: torch.Tensor | None = None,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    direction: Direction | None = None,
 ) -> torch.Tensor:
     """
     `sum_s c_s V_s` `[d]` of an elementwise parameter, from its gradient at each position, `v` `[N, d]`.
@@ -186,7 +198,7 @@ def elementwise_gradient(
     Where these are summed already, `sums` `[m, splits, d]` are the sums, and `v` `[n, d]` those of the samples alone.
     Samples that are rows from before are where they are. The sum over `plus` `[parts, d]`, which has the type of sums,
     is added. `into`, where rows are to be kept: a tensor `[slots, d]` that some go to, and which of its rows each
-    position goes to, `[N]`, or `-1`.
+    position goes to, `[N]`, or `-1`. `direction`, for a rule that goes by one: its parts, `d` numbers together.
     """
     v = v.contiguous()
     ledger, index = entry
@@ -199,8 +211,12 @@ def elementwise_gradient(
     elif samples is not None:
         rows = samples.order if summed else samples.present
     kept, slots = (ledger.counter, ledger.counter) if into is None else into
-    dtypes = (v.dtype, dtype, of_samples.dtype, kept.dtype)
-    traits = (summed, into is not None, named, ledger.variant)
+    dtypes: tuple[torch.dtype, ...] = (v.dtype, dtype, of_samples.dtype, kept.dtype)
+    along, variant = None, ledger.variant
+    if direction is not None:
+        along = direction[0].contiguous() if len(direction) == 1 else torch.cat(direction)
+        variant, dtypes = ledger.variant_along, (*dtypes, along.dtype)
+    traits = (summed, into is not None, named, variant)
     plan, splits, size = _elementwise_plan((m, T, n, D), ledger.needs, traits, dtypes, v.device)
     if sums is None:
         sums = ledger.scratch(v, "sums", m, splits, D)
@@ -209,6 +225,6 @@ def elementwise_gradient(
     out = v.new_empty(D, dtype=dtype)
     parts = 0 if plus is None else len(plus)
     memory = ledger.scratch(v, "elementwise", size)
-    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, memory, out, slots, kept)
+    tensors = (v, of_samples, rows, sums, sums if plus is None else plus, memory, out, slots, kept, along)
     launch(_elementwise_kernel, plan, tensors, (m, T, n, index, splits, parts), ledger.fixed)
     return out

@@ -12,7 +12,18 @@ import torch
 
 from ..geometry.routing import Routing
 from ..geometry.sequences import SampleRows, Samples
-from .coefficients import NORM, NTK, OVERLAP, TABLE_ROWS, Entry, _counted, _interacting, _non_interacting, tiles
+from .coefficients import (
+    DIRECTION,
+    NORM,
+    NTK,
+    OVERLAP,
+    TABLE_ROWS,
+    Entry,
+    _counted,
+    _interacting,
+    _non_interacting,
+    tiles,
+)
 from .launch import Plan, jit, launch, part_of, power_of_two, tl, types_of
 from .linear import _by_row, _products, _row_blocks, _square_norm, _steps
 
@@ -115,7 +126,7 @@ def _expert_products_kernel(
 
 @jit(do_not_specialize=["m", "count", "parts", "index"])
 def _expert_coefficients_kernel(
-    norms, samples, sample_bounds, sums,
+    norms, samples, sample_bounds, sums, projections,
     counter, table, advantages, history, settings, names,
     m, count, parts, index,
     K: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr,
@@ -127,7 +138,10 @@ def _expert_coefficients_kernel(
     if VARIANT & NTK:
         inside = (s < m)[:, None] & (s < m)[None, :]
         ntk = tl.load(sums + (e * m + s[:, None]) * m + s[None, :], mask=inside, other=0.0).to(tl.float64)
-        _interacting(ntk, m, index + e, book, BM, VARIANT, ACC)
+        along = tl.zeros((BM,), tl.float64)
+        if VARIANT & DIRECTION:
+            along += tl.load(projections + e * m + s, mask=s < m, other=0.0)
+        _interacting(ntk, along, m, index + e, book, BM, VARIANT, ACC)
     else:
         fisher_square = tl.zeros((BM,), tl.float64)
         norm_square = tl.zeros((BM,), tl.float64)
@@ -229,6 +243,7 @@ def expert_coefficients(
     routing: Routing,
     samples: Samples | SampleRows | None,
     entry: Entry,
+    projection: torch.Tensor | None = None,
 ) -> Entry:
     """
     The coefficients of all experts of a stack, by products between rows.
@@ -241,6 +256,7 @@ def expert_coefficients(
         samples ([`Samples`] or [`SampleRows`], *optional*): sampled positions, or rows from before, of the type of
             `g`; needed for the overlap.
         entry ([`Entry`]): where the coefficients go.
+        projection (`torch.Tensor`, *optional*): `[E, m]`, the projections on a direction, for a rule that goes by one.
     """
     ledger, index = entry
     needs = ledger.needs
@@ -273,8 +289,11 @@ def expert_coefficients(
         sums = ledger.scratch(g, "products of experts", E * m * programs)
         plan = _products_plan((programs, m, E), shape, (bias, needs.ntk), g.dtype, g.device)
         launch(_expert_products_kernel, plan, (g, a, bounds, sums), (m,))
-    plan = _coefficients_plan(m, E, parts, (k, ledger.variant), g.dtype, g.device)
-    of_all = (norms, rows, sample_bounds, sums)
+    variant = ledger.variant
+    if projection is not None:
+        projection, variant = projection.to(sums.dtype).contiguous(), ledger.variant_along
+    plan = _coefficients_plan(m, E, parts, (k, variant), g.dtype, g.device)
+    of_all = (norms, rows, sample_bounds, sums, projection)
     launch(_expert_coefficients_kernel, plan, of_all, (m, count, parts, index), ledger.fixed)
     return entry
 

@@ -192,16 +192,17 @@ NOTHING = Fixed()
 
 def launch(kernel: Any, plan: Plan, tensors: tuple, numbers: tuple, fixed: Fixed = NOTHING) -> None:
     """
-    Launch `kernel(*tensors, *fixed.tensors, *numbers, *plan.constants)`.
+    Launch `kernel(*tensors, *fixed.tensors, *numbers, *plan.constants)`. A tensor that the plan's kernel does not look
+    at may be `None`; the kernel is compiled without it then.
 
     From the second time on without Triton's inspection of every argument, which takes most of a launch's time, and
     with addresses in place of tensors, about which Triton would ask the driver one by one. That is sound since numbers
     are declared not to be specialised on, a plan is made for one combination of types, and the pointers are aligned.
     """
-    pointers = [x.data_ptr() for x in tensors]
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
     bits = 0
     for pointer in pointers:
-        bits |= pointer
+        bits |= pointer or 0
     aligned = fixed.aligned and not bits & 15
     if aligned and plan.run is not None:
         direct = plan.direct

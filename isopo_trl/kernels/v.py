@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..geometry.statistics import Statistics
+from ..geometry.statistics import Direction, Statistics
 from ..rules.rule import Rule
 from .coefficients import (
+    DIRECTION,
     OVERLAP,
     TABLE_ROWS,
     Entry,
@@ -74,19 +75,51 @@ def _sum_of_parts(sums, first, count, place, BM, BC):
     return total
 
 
+@jit()
+def _sum_of_rows(sums, first, count, BM, BC):
+    """The same of rows `[BM]`."""
+    s = tl.arange(0, BM)
+    total = tl.zeros((BM,), tl.float64)
+    for start in range(0, count, BC):
+        part = start + tl.arange(0, BC)
+        at = (first + part)[:, None] * BM + s[None, :]
+        values = tl.load(sums + at, mask=(part < count)[:, None] & (s >= 0)[None, :], other=0.0, cache_modifier=".cg")
+        total += tl.sum(values.to(tl.float64), 0)
+    return total
+
+
+@jit()
+def _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS):
+    """
+    Elements `e` of a direction, of so many, in the order of a gradient's: each row of the weight's part `[p, D]`, with
+    these strides, and behind it the bias's number. D is 0 where they lie one behind the other.
+    """
+    if D == 0:
+        return tl.load(weight + e, mask=e < size, other=0.0).to(ACC)
+    width = D
+    if BIAS:
+        width += 1
+    row = (e // width).to(tl.int64)
+    column = e % width
+    values = tl.load(weight + row * ROW + column * COLUMN, mask=(e < size) & (column < D), other=0.0).to(ACC)
+    if BIAS:
+        values += tl.load(bias + row, mask=(e < size) & (column == D), other=0.0).to(ACC)
+    return values
+
+
 @jit(do_not_specialize=["m", "adds", "ends", "group", "index", "size"])
 def _ntk_kernel(
-    V, sums,
+    V, sums, weight, bias,
     counter, table, advantages, history, settings, names,
     m, adds, ends, group, index, size,
     FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
-    BC: tl.constexpr,
+    BC: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
     before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
-    has the kernel.
+    has the kernel. With a direction, `weight` and `bias`, so it goes with the projections, which are behind all tiles.
     """
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
@@ -95,6 +128,8 @@ def _ntk_kernel(
     rows = s.to(tl.int64) * size
     if PAIRS:  # every pair by itself, reduced once at the end
         products = tl.zeros((BM, BM, BK), ACC)
+        if VARIANT & DIRECTION:
+            along = tl.zeros((BM, 1, BK), ACC)
         for start in range(chunk * BK, size, chunks * BK):
             e = start + k[None, None, :]
             one = V + rows[:, None, None] + e
@@ -102,18 +137,36 @@ def _ntk_kernel(
             left = tl.load(one, mask=(s < m)[:, None, None] & (e < size), other=0.0)
             right = tl.load(other, mask=(s < m)[None, :, None] & (e < size), other=0.0)
             products += left * right
+            if VARIANT & DIRECTION:
+                along += left * _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS)
         ntk = tl.sum(products, 2)
+        if VARIANT & DIRECTION:
+            projections = tl.sum(tl.sum(along, 2), 1)
     else:
         ntk = tl.zeros((BM, BM), ACC)
+        if VARIANT & DIRECTION:
+            along = tl.zeros((BM, BK), ACC)
         for start in tl.range(chunk * BK, size, chunks * BK, num_stages=STAGES):
             e = start + k
             v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
             ntk = tl.dot(v, tl.trans(v), ntk, input_precision=PRECISION)
+            if VARIANT & DIRECTION:
+                along += v * _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS)[None, :]
+        if VARIANT & DIRECTION:
+            projections = tl.sum(along, 1)
     place = s[:, None] * BM + s[None, :]
     own = sums + chunk * BM * BM + place
     if adds:
         ntk += tl.load(own)
     tl.store(own, ntk)
+    if VARIANT & DIRECTION:
+        tiles = chunks
+        if GROUPED:
+            tiles += (chunks + group - 1) // group
+        behind = sums + tiles * BM * BM
+        if adds:
+            projections += tl.load(behind + chunk * BM + s)
+        tl.store(behind + chunk * BM + s, projections)
     if FINISH:
         if ends:
             book = table, advantages, history, settings
@@ -124,14 +177,23 @@ def _ntk_kernel(
                 if _is_last(counter + 1 + of, count):
                     part = _sum_of_parts(sums, first, count, place, BM, BC)
                     tl.store(sums + (chunks + of) * BM * BM + place, part.to(ACC))
+                    if VARIANT & DIRECTION:
+                        of_part = _sum_of_rows(behind, first, count, BM, BC * BM)
+                        tl.store(behind + (chunks + of) * BM + s, of_part.to(ACC))
                     groups = (chunks + group - 1) // group
                     if _is_last(counter, groups):
                         total = _sum_of_parts(sums, chunks, groups, place, BM, BC)
-                        _interacting(total, m, index, book, BM, VARIANT, ACC)
+                        projected = total
+                        if VARIANT & DIRECTION:
+                            projected = _sum_of_rows(behind, chunks, groups, BM, BC * BM)
+                        _interacting(total, projected, m, index, book, BM, VARIANT, ACC)
             else:
                 if _is_last(counter, chunks):
                     total = _sum_of_parts(sums, 0, chunks, place, BM, BC)
-                    _interacting(total, m, index, book, BM, VARIANT, ACC)
+                    projected = total
+                    if VARIANT & DIRECTION:
+                        projected = _sum_of_rows(behind, 0, chunks, BM, BC * BM)
+                    _interacting(total, projected, m, index, book, BM, VARIANT, ACC)
 
 
 @jit(do_not_specialize=["m", "index", "size"])
@@ -174,11 +236,16 @@ class Tiling(NamedTuple):
         return programs + groups * (groups > 1)
 
 
-def tiling(m: int, itemsize: int, memory: int) -> Tiling:
-    """The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's."""
+def tiling(m: int, itemsize: int, memory: int, direction: bool = False) -> Tiling:
+    """
+    The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's, that
+    are projected on a `direction` or not.
+    """
     rows = power_of_two(m)
     if rows <= 16:  # too few for a product of matrices
         width = min(1024, 2**14 // rows**2)
+        if direction and rows == 4:  # else there are registers for one program at a time, and not for two
+            width //= 2
         return Tiling(rows, True, width, warps=8, stages=1, programs=264, least=2**13, part=2**10, grouped=False)
     width = 64
     fitting = int(0.75 * memory) // (rows * width * itemsize)
@@ -187,16 +254,18 @@ def tiling(m: int, itemsize: int, memory: int) -> Tiling:
 
 
 @lru_cache(maxsize=256)
-def _tiling_of(m: int, dtype: torch.dtype, device: torch.device) -> Tiling:
-    return tiling(m, dtype.itemsize, shared_memory(device))
+def _tiling_of(m: int, dtype: torch.dtype, device: torch.device, direction: bool = False) -> Tiling:
+    return tiling(m, dtype.itemsize, shared_memory(device), direction)
 
 
-def v_coefficients(V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = None) -> Entry:
+def v_coefficients(
+    V: torch.Tensor, entry: Entry, overlaps: Overlaps | None = None, direction: Direction | None = None
+) -> Entry:
     """
     The coefficients of a layer from explicit gradients `V` `[m, outputs, d]`, for a rule that needs their norms or the
-    kernel; with the layer's overlaps, for one that needs these too.
+    kernel; with the layer's overlaps, for one that needs these too, or with its direction.
     """
-    VBlocks([V.shape[1] * V.shape[2]], entry, overlaps).add(V)
+    VBlocks([V.shape[1] * V.shape[2]], entry, overlaps).add(V, direction)
     return entry
 
 
@@ -214,20 +283,27 @@ class VBlocks:
         self.sizes, self.entry, self.overlaps, self.cut = sizes, entry, overlaps, cut
         self.added = 0
 
-    def add(self, V: torch.Tensor) -> None:
-        """Take in the next block, `V` `[m, outputs, d]`."""
+    def add(self, V: torch.Tensor, direction: Direction | None = None) -> None:
+        """
+        Take in the next block, `V` `[m, outputs, d]`, with its outputs of a direction for a rule that goes by one: of
+        the weight, `[outputs, d]`, or of weight and bias, `[outputs, d - 1]` and `[outputs]`. All blocks have one, or
+        none has.
+        """
         ledger, index = self.entry
         before, self.added = self.added, self.added + 1
-        given = (True, ledger.variant, ledger.fixed, index)
         if ledger.needs.ntk:
-            cut = self.cut or _tiling_of(len(V), V.dtype, V.device)
+            along = direction is not None
+            cut = self.cut or _tiling_of(len(V), V.dtype, V.device, along)
             programs = max(map(cut.programs_of, self.sizes))
-            sums = ledger.scratch(V, "sums", cut.sums(programs), cut.rows, cut.rows)
-            _launch_ntk(V, sums, cut, programs, before > 0, self.added == len(self.sizes), *given)
+            sums = ledger.scratch(V, "sums", cut.sums(programs), cut.rows + along, cut.rows)
+            variant = ledger.variant_along if along else ledger.variant
+            ends = self.added == len(self.sizes)
+            _launch_ntk(V, sums, cut, programs, before > 0, ends, True, variant, ledger.fixed, index, direction)
             return
         each = [-(-size // _V_CHUNK) for size in self.sizes]
         sums = ledger.scratch(V, "sums", len(V), sum(each))
-        _launch_norm(V, sums, sum(each[:before]), each[before], *given, self.overlaps)
+        given = (True, ledger.variant, ledger.fixed, index, self.overlaps)
+        _launch_norm(V, sums, sum(each[:before]), each[before], *given)
 
 
 class VSums:
@@ -245,7 +321,7 @@ class VSums:
             cut = _tiling_of(m, V.dtype, V.device)
             programs = cut.programs_of(size)
             sums = scratch(V, programs, cut.rows, cut.rows)
-            _launch_ntk(V, sums, cut, programs, False, False, False, variant, Fixed((sums,) * 6), 0)
+            _launch_ntk(V, sums, cut, programs, False, False, False, variant, Fixed((sums,) * 6), 0, None)
             total = sums.sum(0)[:m, :m]
             self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
             self.result.norm = self.result.ntk.diagonal() if self.rule.needs.norm else None
@@ -265,21 +341,35 @@ def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
     launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
 
 
-def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, index):
+def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, index, direction):
     m, outputs, d = V.shape
     size = outputs * d
-    plan = _ntk_plan(cut, programs, (finish, variant), V.dtype, V.device)
-    launch(_ntk_kernel, plan, (V, sums), (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
+    weight = bias = None
+    layout, dtypes = (0, 0, 0, False), (V.dtype,)
+    if direction is not None:
+        weight, bias = direction if len(direction) > 1 else (direction[0], None)
+        dtypes += tuple([x.dtype for x in direction])
+        if bias is not None:
+            bias = bias.contiguous()
+        if bias is not None or not weight.is_contiguous():
+            layout = (weight.shape[1], *weight.stride(), bias is not None)
+    plan = _ntk_plan(cut, programs, (finish, variant), layout, dtypes, V.device)
+    tensors = (V, sums, weight, bias)
+    launch(_ntk_kernel, plan, tensors, (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
 
 
 @lru_cache(maxsize=4096)
-def _ntk_plan(cut: Tiling, programs: int, traits: tuple, dtype: torch.dtype, device: torch.device) -> Plan:
+def _ntk_plan(
+    cut: Tiling, programs: int, traits: tuple, layout: tuple, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Plan:
+    """`layout` has inputs, strides, and whether there is a bias, of a direction that does not lie as gradients do."""
+    dtype = dtypes[0]
     acc, _ = types_of(dtype)
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
     group = cut.group(programs)
     part = part_of(cut.part, cut.rows**2, group)
     shape = (cut.rows, cut.width, cut.pairs, cut.stages, group < programs, part)
-    return Plan((programs, 1, 1), (*traits, acc, precision, *shape), {"num_warps": cut.warps})
+    return Plan((programs, 1, 1), (*traits, acc, precision, *shape, *layout), {"num_warps": cut.warps})
 
 
 @lru_cache(maxsize=4096)

@@ -35,11 +35,10 @@ def elementwise_gradient(v: torch.Tensor, index: int, microbatch: Microbatch, dt
     into = draw.into_vectors(index, v, sequences.rows) if by_kernel and draw is not None else None
     if into is None:
         microbatch.collect(index, v)
-    samples = microbatch.samples_of(index)
+    samples, direction = microbatch.samples_of(index), microbatch.direction_of(index)
     if by_kernel:
         entry = microbatch.open_entry(index)
-        return kernel.elementwise_gradient(v, sequences, samples, entry, dtype, into=into)
-    direction = microbatch.direction_of(index)
+        return kernel.elementwise_gradient(v, sequences, samples, entry, dtype, into=into, direction=direction)
     statistics, V = elementwise_statistics(v, sequences, samples, microbatch.needs, direction)
     return (microbatch.coefficients(index, statistics).to(V.dtype) @ V).to(dtype)
 

@@ -21,7 +21,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from ..geometry.routing import Routing, routed_statistics
+from ..geometry.routing import Routing, routed_projection, routed_statistics
 from ..geometry.sequences import Sequences
 from ..kernels import experts as kernels
 from ..microbatch import CurrentMicrobatch, Microbatch
@@ -348,7 +348,9 @@ def _gradients(ctx: Any, g: torch.Tensor, a: torch.Tensor, weight: bool, bias: b
     of_one_type = g.dtype == a.dtype and (samples is None or samples.are_of(g.dtype))
     if of_one_type and microbatch.kernels_take(g):
         entry = microbatch.open_entry(stack.index, len(stack.indices))
-        c_in_table = kernels.expert_coefficients(g, inputs, bias, routing, samples, entry)
+        direction = microbatch.direction_of(stack.index)
+        projection = None if direction is None else routed_projection(g, inputs, bias, routing, direction)
+        c_in_table = kernels.expert_coefficients(g, inputs, bias, routing, samples, entry, projection)
         scaled = functools.partial(kernels.scaled, routing=routing, c=c_in_table)
     else:
         direction = microbatch.direction_of(stack.index)

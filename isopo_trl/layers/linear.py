@@ -263,7 +263,7 @@ def _coefficients_by_kernels(
 ) -> tuple[Entry, torch.Tensor | None]:
     """The coefficients, by Triton's kernels, and `V` `[m, p, d (+1)]` where the strategy forms it whole."""
     g, a, _, _, bias = rows
-    sequences, needs = microbatch.sequences, microbatch.needs
+    sequences, needs, direction = microbatch.sequences, microbatch.needs, microbatch.direction_of(index)
     entry = microbatch.open_entry(index)
     given = (g, a, bias, sequences, samples, entry, into)
     if not (needs.norm or needs.ntk):
@@ -273,12 +273,12 @@ def _coefficients_by_kernels(
     overlaps = row_kernels.overlaps(*given) if needs.overlap else None
     if strategy == "whole":
         V = _gradients_of(rows, sequences)
-        return v_kernels.v_coefficients(V, entry, overlaps), V
+        return v_kernels.v_coefficients(V, entry, overlaps, direction), V
     p, d = g.shape[1], a.shape[1] + bias
     at_once = block_rows(sequences.count, d)
     blocks = v_kernels.VBlocks([min(at_once, p - start) * d for start in range(0, p, at_once)], entry, overlaps)
-    for _, V in sequence_gradients(g, a, bias, sequences, at_once):
-        blocks.add(V)
+    for block, V in sequence_gradients(g, a, bias, sequences, at_once):
+        blocks.add(V, None if direction is None else tuple(D[block] for D in direction))
     return entry, None
 
 

@@ -57,7 +57,9 @@ class RMSNormLayer(KnownNorm, ElementwiseLayer):
     def forward(self, module: Any, microbatch: Microbatch, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._kernel_takes(module, microbatch, x) or args or kwargs:
             return super().forward(module, microbatch, x, *args, **kwargs)
-        return _RMSNorm.apply(x, parameter_of(module, "weight"), self, microbatch)
+        weight = parameter_of(module, "weight")
+        microbatch.note_parameters(self.index, weight)
+        return _RMSNorm.apply(x, weight, self, microbatch)
 
     def _kernel_takes(self, module: Any, microbatch: Microbatch, x: torch.Tensor) -> bool:
         if x.dim() not in (3, 4) or x.shape[-1] > rms_norm.MOST_FEATURES or not microbatch.kernels_take(x):
@@ -111,8 +113,9 @@ class _RMSNorm(LayerFunction):
         if held is not None:
             of_samples = held.g
         samples = held or positions
-        of_term = take_aside(ctx)
-        total = elementwise_gradient(of_samples, sequences, samples, entry, weight.dtype, sums, of_term)
+        of_term, direction = take_aside(ctx), microbatch.direction_of(index)
+        given = (sequences, samples, entry, weight.dtype, sums, of_term)
+        total = elementwise_gradient(of_samples, *given, direction=direction)
         return dx, total, None, None
 
 

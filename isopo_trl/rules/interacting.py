@@ -94,5 +94,7 @@ def solved(
     matrix = torch.where(keep.unsqueeze(0) & keep.unsqueeze(1), ntk / safe, 0)
     matrix.diagonal().add_(1)
     factor, _ = torch.linalg.cholesky_ex(matrix)
-    solution = torch.cholesky_solve((advantages * keep).unsqueeze(1), factor).squeeze(1) * keep
+    # What a broken sequence has in place of an advantage, with a projection in it, is not to reach the others
+    right = torch.where(keep, advantages, 0)
+    solution = torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1) * keep
     return solution if scale == "relative" else solution / safe

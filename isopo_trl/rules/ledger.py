@@ -27,7 +27,8 @@ class Ledger:
         beside_terms (`bool`): whether the gradient holds more than the rescaled one.
         table (`torch.Tensor`): `[L, 5, m]`, the fields of [`Coefficients`], zero where the rule has no such figure.
         ntk (`torch.Tensor`, *optional*): `[L, m, m]`, the kernel of each layer, in any unit, if the rule needs it.
-        projection (`torch.Tensor`, *optional*): `[L, m]`, the projections on a direction, if there are any.
+        projection (`torch.Tensor`, *optional*): `[L, m]`, the projections on a direction, if there are any; zero where
+            a layer has none.
     """
 
     rule: Rule
@@ -44,13 +45,17 @@ class Ledger:
     def __post_init__(self):
         layers, m = len(self.history), len(self.advantages)
         rows = len(Coefficients._fields)
-        # One behind the other, so that a kernel that is given the table finds both
-        both = self.advantages.new_zeros(layers * (rows + m * self.rule.needs.ntk) * m)
-        self.table = both[: layers * rows * m].view(layers, rows, m)
-        if self.rule.needs.ntk:
-            self.ntk = both[layers * rows * m :].view(layers, m, m)
+        # One behind the other, so that a kernel that is given the table finds all
+        needs = self.rule.needs
+        sizes = [layers * number * m for number in (rows, m * needs.ntk, needs.direction)]
+        table, ntk, projection = self.advantages.new_zeros(sum(sizes)).split(sizes)
+        self.table = table.view(layers, rows, m)
+        if needs.ntk:
+            self.ntk = ntk.view(layers, m, m)
+        if needs.direction:
+            self.projection = projection.view(layers, m)
         self._nothing = self.advantages.new_zeros(m)
-        if not any(self.rule.needs):
+        if not any(needs):
             self.table[:, 0] = self.advantages
 
     def record(

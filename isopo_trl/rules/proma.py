@@ -27,7 +27,7 @@ from ..geometry.guarded import alive_sequences, below_noise
 from ..geometry.statistics import Statistics
 from .direction import GivenDirection, GradientSoFar
 from .registry import register_rule
-from .rule import Coefficients, Expectations, Rule
+from .rule import Coefficients, Expectations, KernelForm, Rule
 
 
 # Added to the eigenvalues of `S S^T`, whose mean is 1
@@ -62,6 +62,11 @@ class Proma(Rule):
     def direction(self) -> GivenDirection:
         return GradientSoFar()
 
+    @property
+    def kernel_form(self) -> KernelForm | None:
+        # A subclass may differ
+        return KernelForm(proma=(self.proma_strength, self.proma_bound)) if type(self) is Proma else None
+
     def coefficients(
         self,
         statistics: Statistics,
@@ -74,14 +79,18 @@ class Proma(Rule):
         length = ntk.diagonal().clamp(min=0).sqrt()
         norm = length if loss_scale == 1 else length / loss_scale
         noise = below_noise(norm, None if history is None else history.mean_square[1], statistics.ntk.dtype)
-        inverse = torch.where(alive_sequences(None, norm) & ~noise, 1 / length, 0)
-        cosines = torch.where((inverse > 0).unsqueeze(0) & (inverse > 0).unsqueeze(1), ntk, 0)
-        cosines = cosines * inverse.unsqueeze(0) * inverse.unsqueeze(1)
-        ridge = torch.full_like(inverse, RIDGE) + (inverse == 0)  # a row of zeros is as good as another
-        factor, _ = torch.linalg.cholesky_ex(cosines + torch.diag_embed(ridge))
-        x = torch.cholesky_solve((projection * inverse).unsqueeze(1), factor).squeeze(1)
-        square = (x @ cosines @ x).clamp(min=0)
+        alive = alive_sequences(None, norm) & ~noise
+        # The others' numbers may not be finite, and are not to reach these
+        inverse = torch.where(alive, 1 / length, 0)
+        both = alive.unsqueeze(0) & alive.unsqueeze(1)
+        cosines = torch.where(both, ntk * inverse.unsqueeze(0) * inverse.unsqueeze(1), 0)
+        matrix = cosines.clone()
+        matrix.diagonal().add_(RIDGE)
+        factor, _ = torch.linalg.cholesky_ex(matrix)
+        right = torch.where(alive, projection * inverse, 0)
+        x = torch.cholesky_solve(right.unsqueeze(1), factor).squeeze(1)
+        square = x @ cosines @ x
         allowed = self.proma_bound**2 * (advantages @ ntk @ advantages).clamp(min=0)
-        shrunk = torch.where(square > allowed, allowed / torch.where(square > 0, square, 1), 1).sqrt()
+        shrunk = torch.where(square > allowed, allowed / square, 1).sqrt()
         c = advantages - self.proma_strength * shrunk * x * inverse
         return Coefficients(c=c, norm=norm, noise=noise)

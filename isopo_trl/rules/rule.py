@@ -71,12 +71,14 @@ class Coefficients(NamedTuple):
 class KernelForm(NamedTuple):
     """
     The formulas that the kernels know: the power rules', with lambda, the exponents p, q, r, and the variant of
-    `reg2`; or the interacting one where the rule needs the NTK.
+    `reg2`; or where the rule needs the NTK, the interacting one, with SPRING's mu, or PROMA's, with its s and b.
     """
 
     regularization: float = 0.0
     exponents: tuple[float, float, float] = (0.0, 0.0, 0.0)
     keep_small: bool = False
+    decay: float = 0.0
+    proma: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from ..geometry.statistics import Statistics
 from .direction import GivenDirection, LastStep
 from .interacting import Interacting
 from .registry import register_rule
-from .rule import Coefficients, Expectations
+from .rule import Coefficients, Expectations, KernelForm
 
 
 @register_rule("spring")
@@ -73,6 +73,11 @@ class Spring(Interacting):
 
     def direction(self) -> GivenDirection:
         return LastStep(self.spring_decay) if self.spring_decay > 0 else super().direction()
+
+    @property
+    def kernel_form(self) -> KernelForm | None:
+        # A subclass may differ
+        return KernelForm(self.regularization, decay=self.spring_decay) if type(self) is Spring else None
 
     def coefficients(
         self,

@@ -136,12 +136,13 @@ class Run:
     index: int
     loss_scale: float
     book: Ledger
+    unit: float  # of a direction
 
     @classmethod
-    def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0, names=None):
+    def of(cls, given, rule, index=UNKNOWN, loss_scale=1.0, names=None, unit=1.0):
         running = running_with_history(rule)
         ledger = running.open(given.advantages, loss_scale)
-        return cls(running, KernelLedger(ledger, names), index, loss_scale, ledger)
+        return cls(running, KernelLedger(ledger, names, unit), index, loss_scale, ledger, unit)
 
     @property
     def entry(self):
@@ -150,7 +151,14 @@ class Run:
     def plain(self, statistics):
         history = self.running.expectations(self.index)
         assert (history is None) == (self.index == UNKNOWN)
+        if self.running.rule.needs.direction:
+            statistics = dataclasses.replace(statistics, projection=self.projection(statistics))
         return self.running.rule.coefficients(statistics, self.book.advantages, history, self.loss_scale)
+
+    def projection(self, statistics):
+        """In its unit, and zero where there is no direction."""
+        found = statistics.projection
+        return torch.zeros_like(self.book.advantages) if found is None else found * self.unit
 
     def check(self, statistics, tolerance):
         """The layer's row of the table is what plain PyTorch makes of `statistics`; nothing else has changed."""
@@ -171,6 +179,9 @@ class Run:
         if self.book.ntk is not None:
             assert not self.book.ntk[others].any()
             close(self.book.ntk[self.index] * self.loss_scale**2, statistics.ntk, tolerance, "ntk")
+        if self.book.projection is not None:
+            assert not self.book.projection[others].any()
+            close(self.book.projection[self.index], self.projection(statistics), tolerance, "projection")
         # The kernels' counters are ready for the next layer
         assert not self.ledger.counter.any()
         return expected
@@ -212,7 +223,7 @@ def filled_ledger(m, layers=LAYERS):
 # A layer by the kernels, and by plain PyTorch
 
 
-def run_linear(given, run, rows=None):
+def run_linear(given, run, rows=None, direction=None):
     """A linear layer's statistics and coefficients from kernels alone; returns `V` where it was formed as a whole."""
     rule = run.running.rule
     explicit = rule.needs.norm or rule.needs.ntk
@@ -225,29 +236,30 @@ def run_linear(given, run, rows=None):
         rows = rows or p
         sizes = [min(rows, p - start) * d for start in range(0, p, rows)]
         sums = v.VBlocks(sizes, run.entry, overlap)
-        for _, V in sequence_gradients(given.g, given.a, given.bias, given.sequences, rows):
-            sums.add(V)
+        for block, V in sequence_gradients(given.g, given.a, given.bias, given.sequences, rows):
+            sums.add(V, None if direction is None else tuple(D[block] for D in direction))
     return V
 
 
-def plain_statistics(given, needs, strategy="whole"):
+def plain_statistics(given, needs, strategy="whole", direction=None):
     """The same layer's statistics in plain PyTorch, from the same numbers in float64."""
     g, a = given.g.double(), given.a.double()
-    return linear_statistics(g, a, given.bias, given.sequences, given.samples, needs, strategy)
+    return linear_statistics(g, a, given.bias, given.sequences, given.samples, needs, strategy, direction)
 
 
-def run_elementwise(given, run, dtype=None):
+def run_elementwise(given, run, dtype=None, direction=None):
     """The gradient `[p]` of an elementwise parameter from the kernels."""
     samples = given.samples if run.running.rule.needs.overlap else None
     arguments = (given.g, given.sequences, samples, run.entry, dtype or given.g.dtype)
-    return elementwise.elementwise_gradient(*arguments)
+    return elementwise.elementwise_gradient(*arguments, direction=direction)
 
 
-def check_elementwise(given, run):
+def check_elementwise(given, run, direction=None):
     """Coefficients and gradient of an elementwise parameter are those of plain PyTorch."""
     dtype = given.g.dtype
-    result = run_elementwise(given, run)
-    statistics, V = elementwise_statistics(given.g.double(), given.sequences, given.samples, run.running.rule.needs)
+    result = run_elementwise(given, run, direction=direction)
+    needs = run.running.rule.needs
+    statistics, V = elementwise_statistics(given.g.double(), given.sequences, given.samples, needs, direction)
     run.check(statistics, STATISTIC[dtype])
     # With the kernel's own coefficients: those of a broken sequence need not be the same ones
     close(result, run.ledger.table[run.index, 0] @ V, GRADIENT[dtype])

@@ -47,10 +47,13 @@ pytestmark = batches.of_kernels
 
 
 def rules():
-    """Every rule that has kernels in both scales, with and without regularisation, of both kinds."""
+    """
+    Every rule that goes by statistics alone in both scales, with and without regularisation, of both kinds; those with
+    a direction have tests of their own (`test_directions.py`).
+    """
     powers = {"fisher_power": 0.5, "norm_power": -1.25, "relative_power": -0.5}
     for scale in ("relative", "paper"):
-        for name in (name for name in rule_names() if make_rule(name).kernel_form is not None):
+        for name in (name for name in rule_names() if not make_rule(name).needs.direction):
             yield make_rule(name, scale=scale, regularization=None if name == "interacting" else 0)
             if name != "none":
                 yield make_rule(name, scale=scale, regularization=0.3)

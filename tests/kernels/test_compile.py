@@ -92,13 +92,16 @@ def compiled(gpu, capability, monkeypatch):
         names = kernel.arg_names
         given = len(tensors) + len(numbers)
         assert len(names) == given + len(constants)
-        signature = dict(zip(names, [*(TYPES[x.dtype] for x in tensors), *["i32"] * len(numbers)], strict=False))
+        there = {place: TYPES[x.dtype] for place, x in enumerate(tensors) if x is not None}
+        kinds = [there.get(place, "constexpr") for place in range(len(tensors))]
+        signature = dict(zip(names, [*kinds, *["i32"] * len(numbers)], strict=False))
         signature |= dict.fromkeys(names[given:], "constexpr")
+        absent = {(place,): None for place in range(len(tensors)) if place not in there}
         source = ASTSource(
             fn=kernel,
             signature=signature,
-            constexprs={(given + place,): value for place, value in enumerate(constants)},
-            attrs={(place,): [["tt.divisibility", 16]] for place in range(len(tensors))},
+            constexprs=absent | {(given + place,): value for place, value in enumerate(constants)},
+            attrs={(place,): [["tt.divisibility", 16]] for place in there},
         )
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=plan.options)
         assert made.metadata.shared <= MEMORY[capability], f"{names[0]}: {made.metadata.shared} bytes"
@@ -201,6 +204,46 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
         g, sequences, samples if rule.needs.overlap else None, Entry(ledger, 0), torch.float32
     )
     assert "_elementwise_kernel" in compiled
+
+
+@pytest.mark.parametrize(
+    ("capability", "rule", "m"),
+    [
+        (90, "proma", 8),
+        pytest.param(80, "spring", 64, marks=pytest.mark.slow),  # the least memory, the most sequences
+        pytest.param(80, "proma", 64, marks=pytest.mark.slow),
+        pytest.param(90, "spring", 8, marks=pytest.mark.slow),
+        pytest.param(90, "proma", 17, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_kernels_with_a_direction_compile_and_fit(compiled, rule, m):
+    """Of a weight, of one with a bias, of one that is transposed; in other types than gradients; and without one."""
+    p, d, E, k = 1024, 3072, 16, 4
+    sequences, _, ledger = microbatch(make_rule(rule), m, 64, 0)
+    entry, programs = Entry(ledger, 0), set()
+    weight, bias = tensor(p, d, dtype=torch.bfloat16), tensor(p)
+    for direction in ((weight,), (weight, bias), (tensor(d, p).t(),), None):
+        v.v_coefficients(tensor(m, p, d + (direction is not None and len(direction) > 1)), entry, direction=direction)
+        programs.add(compiled["_ntk_kernel"].asm["ptx"])
+    assert len(programs) == 4
+    g = tensor(m * 64, 2 * p, dtype=torch.bfloat16)
+    elementwise.elementwise_gradient(g, sequences, None, entry, torch.bfloat16, direction=(bias, bias))
+    integers = dict.fromkeys(("choices", "keys", "order"), tensor(m * 64 * k, dtype=torch.int64))
+    routing = Routing(experts=E, sequences=m, **{**integers, "choices": tensor(m * 64, k, dtype=torch.int64)})
+    experts.expert_coefficients(tensor(m * 64 * k, p), tensor(m * 64 * k, d), True, routing, None, entry, tensor(E, m))
+    kernels = {"_ntk_kernel", "_elementwise_kernel", "_expert_products_kernel", "_expert_coefficients_kernel"}
+    assert set(compiled) == kernels
+
+
+@pytest.mark.parametrize("capability", [80])
+def test_without_a_direction_spring_is_the_program_of_interacting(compiled):
+    made = []
+    for rule in (make_rule("spring"), make_rule("interacting", scale="paper")):
+        ledger = microbatch(rule, 3, 64, 0)[2]
+        v.v_coefficients(tensor(3, 64, 64), Entry(ledger, 0))
+        made.append(compiled["_ntk_kernel"].asm["ptx"])
+    assert made[0] == made[1]
 
 
 ON_BOTH = pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float32), (90, torch.bfloat16)], ids=str)

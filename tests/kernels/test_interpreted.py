@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).parents[2]
 KERNELS = [
     "tests/kernels/test_coefficients.py",
+    "tests/kernels/test_directions.py",
     "tests/kernels/test_elementwise.py",
     "tests/kernels/test_experts.py",
     "tests/kernels/test_fisher_rows.py",
@@ -69,6 +70,7 @@ OWN_RULE = {  # of which the kernels find the statistics alone
         "True-capped_fisher-paper",  # with LoRA
     ],
 }
+STEPS = "test_steps_of_several_microbatches_are_the_definition"
 LEFT = "test_the_kernels_find_its_statistics_and_leave_its_formula_to_pytorch"
 
 
@@ -77,6 +79,8 @@ PARTS = {
     "layers/test_experts": EXPERTS,
     "gradients/test_unscaled": UNSCALED,
     "rules/test_own_rule": OWN_RULE,
+    "rules/test_spring": {STEPS: ["trainer, LoRA, checkpointing"]},
+    "rules/test_proma": {STEPS: ["by hand, full, tied"]},
     "layers/test_fisher_rows": KEPT_ROWS,
 }
 # No kernel that the others do not reach: other rules on the same layers, settings and noise, which the tests of the

@@ -57,6 +57,15 @@ def test_tensors_that_many_launches_share_follow_their_own():
     assert len(kernel.given) == 2 and len(kernel.launched) == 1
 
 
+def test_a_tensor_that_is_not_there_stays_nothing():
+    kernel, plan = FakeKernel(), Plan((1, 1, 1), ("constant",))
+    x = torch.zeros(4)
+    for _ in range(2):
+        launch(kernel, plan, (x, None), (7,))
+    assert kernel.given == [(x, None, 7, "constant")]
+    assert kernel.launched == [((1, 1, 1), x.data_ptr(), None, 7, "constant")]
+
+
 def test_a_kernel_compiled_for_aligned_pointers_is_not_launched_for_others():
     kernel, plan = FakeKernel(), Plan((1, 1, 1), ())
     x = torch.zeros(8)
@@ -248,14 +257,15 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
     def noted(kernel, plan, tensors, numbers, fixed=NOTHING):
         tensors += fixed.tensors
         assert all(type(number) is int and abs(number) < 2**31 for number in numbers)
-        key = (kernel, plan.constants, tuple(x.dtype for x in tensors), tuple(plan.options.items()), plan.grid)
+        types = tuple(None if x is None else x.dtype for x in tensors)
+        key = (kernel, plan.constants, types, tuple(plan.options.items()), plan.grid)
         assert seen.setdefault(id(plan), (plan, key))[1] == key
 
     for module in (linear, v, elementwise, rms_norm, experts):
         monkeypatch.setattr(module, "launch", noted)
     types = [torch.float32, torch.float16, torch.bfloat16]
     for rule, m, T, d in itertools.product(
-        (FISHER, FIG4, EUCLIDEAN, INTERACTING, make_rule("none")), (1, 3), (7, 70), (5, 16)
+        (FISHER, FIG4, EUCLIDEAN, INTERACTING, *map(make_rule, ("none", "spring"))), (1, 3), (7, 70), (5, 16)
     ):
         given = batch(m, T, d, 2 * d, 6, dtype=torch.float32)
         ledger = Run.of(given, rule).ledger
@@ -274,6 +284,12 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
                 v.v_coefficients(V, Entry(ledger, 0), overlap)
                 v.VBlocks([V[0].numel()] * 2, Entry(ledger, 0), overlap).add(V)
                 v.VSums(rule).add(V)
+            if rule.needs.direction:
+                D, projection = (torch.zeros(shape, device=DEVICE, dtype=out) for shape in ((d, 3), (1, m)))
+                for direction in ((D,), (D.t().contiguous().t(),), (D[:, 1:], D[:, 0]), (D[:, 1:], D[:, 0].to(dtype))):
+                    v.v_coefficients(V, Entry(ledger, 0), direction=direction)
+                experts.expert_coefficients(g, a, True, routing, None, Entry(ledger, 0), projection)
+                elementwise.elementwise_gradient(g, given.sequences, None, Entry(ledger, 0), out, direction=(D[:, 0],))
             v.combined(V, Entry(ledger, 0), out)
             linear.scaled(a, given.sequences, Entry(ledger, 0))
             for bias in (True, False):

@@ -32,6 +32,17 @@ def test_a_rule_that_needs_no_statistics_has_its_coefficients_from_the_beginning
     assert not ledger("fisher").table.any()
 
 
+def test_projections_have_a_place_where_the_rule_asks_for_them_and_one_is_made_where_it_does_not():
+    along = torch.arange(3.0)
+    for rule in ("spring", "interacting"):
+        book = ledger(rule)
+        assert (book.projection is None) == (rule == "interacting")
+        book.record(2, Coefficients(c=torch.ones(3)), torch.eye(3), along)
+        assert book.projection[2].tolist() == along.tolist() and not book.projection[[0, 1, 3]].any()
+        assert torch.equal(book.ntk[2], torch.eye(3).double()) and not book.ntk[[0, 1, 3]].any()
+        assert book.table[2, 0].tolist() == [1.0] * 3 and not book.table[[0, 1, 3]].any()
+
+
 def test_expectations_are_read_from_a_row_of_the_history_by_its_columns():
     numbers = {name: float(place) for place, name in enumerate(HISTORY, 1)}
     expectations = expectations_of(torch.tensor(list(numbers.values())))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from isopo_trl import ISOPO
-from isopo_trl.rules import make_rule
+from isopo_trl.rules import Proma, make_rule
+from isopo_trl.rules.rule import KernelForm
 from tests import training
 from tests.gradients.test_oracle import check
 from tests.rules import several_steps
@@ -56,6 +57,15 @@ def test_a_sequence_without_a_gradient_takes_no_part_and_the_first_microbatch_ha
     result = computed(V, G, ADVANTAGES, make_rule("proma"), None, R)
     torch.testing.assert_close(R + V.T @ result.c, expected, rtol=1e-9, atol=1e-12)
     assert torch.equal(computed(V, G, ADVANTAGES, make_rule("proma"), None, 0 * R).c, ADVANTAGES)
+
+
+class OtherProma(Proma):
+    """Its formula may be another one."""
+
+
+def test_the_kernels_are_told_strength_and_bound_but_know_no_subclass():
+    assert Proma(proma_strength=0.4, proma_bound=2.0).kernel_form == KernelForm(proma=(0.4, 2.0))
+    assert OtherProma().kernel_form is None
 
 
 @pytest.mark.parametrize("name", several_steps.RUNS)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from isopo_trl import ISOPO
-from isopo_trl.rules import make_rule
+from isopo_trl.rules import Spring, make_rule
+from isopo_trl.rules.rule import KernelForm
 from isopo_trl.step_size.completion_length import AUTO, AUTO_PLAIN
 from tests import tiny, training
 from tests.gradients.test_oracle import check
@@ -38,6 +39,15 @@ def test_without_memory_spring_is_interacting_to_the_letter():
     pair = [make_rule("spring", spring_decay=0.0), make_rule("interacting", scale="paper")]
     ours, other = (computed(V, G, ADVANTAGES, rule, HISTORY, loss_scale=0.5) for rule in pair)
     assert torch.equal(ours.c, other.c) and not pair[0].needs.direction
+
+
+class OtherSpring(Spring):
+    """Its formula may be another one."""
+
+
+def test_the_kernels_are_told_the_decay_but_know_no_subclass():
+    assert Spring(regularization=0.3, spring_decay=0.7).kernel_form == KernelForm(0.3, decay=0.7)
+    assert OtherSpring().kernel_form is None
 
 
 @pytest.mark.parametrize("name", several_steps.RUNS)
