@@ -47,7 +47,7 @@ SHAPES = {
 }
 TIED = ("0.6b", "1.7b", "4b")  # with one weight for embedding and head, whatever number of layers is named behind
 MIXTURES = ("tiny-moe", "30b-a3b-6layers")
-RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting")
+RULES = ("none", "fisher", "npg", "fig4", "euclidean", "interacting", "spring")
 TOKEN_WEIGHTS = ("sampler", "p3o", "kpo")
 STEP = "@step"  # behind a rule's name: with the rows of the step before
 LIGER = ":liger"  # behind the name of GRPO or a rule: with Liger's kernels in the model
