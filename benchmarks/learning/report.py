@@ -149,7 +149,7 @@ class Report:
             self.plain("Plain steps", PLAIN_GROUPS),
             self.rates("GRPO with SGD: learning rates", ("rates_sgd",)),
             self.plain("Plain steps: rules with a direction", DIRECTIONS),
-            self.plain("Plain steps: weights in bf16", ("bf16",)),
+            self.plain("Plain steps: weights in bf16", ("bf16", "bf16_seeds")),
             self.plain("Plain steps: 200 steps", ("long",), ("long_grpo",)),
             self.plain("Plain steps: 1.5B", ("larger",), ("larger_grpo",)),
             self.rates("1.5B: learning rates", ("rates_larger",)),
