@@ -75,6 +75,7 @@ DIRECTIONS = ("directions", "directions_shorter", "directions_proma", "direction
 TASKS, TASK_TARGETS, RESUMED = "tasks", "tasks_targets", "resumed"
 TASK_RATES, TASK_GRPO = "rates_tasks", "tasks_grpo"
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
+BF16_GROUPS = ("bf16", "bf16_seeds")
 
 
 class Estimate(NamedTuple):
@@ -149,7 +150,7 @@ class Report:
             self.plain("Plain steps", PLAIN_GROUPS),
             self.rates("GRPO with SGD: learning rates", ("rates_sgd",)),
             self.plain("Plain steps: rules with a direction", DIRECTIONS),
-            self.plain("Plain steps: weights in bf16", ("bf16", "bf16_seeds")),
+            self.plain("Plain steps: weights in bf16", BF16_GROUPS),
             self.plain("Plain steps: 200 steps", ("long",), ("long_grpo",)),
             self.plain("Plain steps: 1.5B", ("larger",), ("larger_grpo",)),
             self.rates("1.5B: learning rates", ("rates_larger",)),
@@ -187,13 +188,14 @@ class Report:
             "LoRA r = 32": self.rows_at_best("rates_lora", "lora"),
             "Muon": self.rows_at_best("rates_muon", "muon"),
             "SGD without momentum": {**self.grpo_of(()), **self.by_label(PLAIN_GROUPS)},
+            "The same, weights in bf16": {**self.grpo_of(()), **self.by_label(BF16_GROUPS)},
         }
         found = {}
         for title, rows in blocks.items():
             base = next((label for label in rows if label.startswith("grpo,")), None)
             others = {label: runs for label, runs in rows.items() if label != base} if base else {}
             estimates = {
-                label.replace(f", {title}", "").removeprefix("plain_"): in_points(runs, rows[base])
+                label.replace(f", {title.rpartition(', ')[2]}", "").removeprefix("plain_"): in_points(runs, rows[base])
                 for label, runs in others.items()
                 if base
             }

@@ -20,6 +20,8 @@ COLORS = dict(
     )
 )
 
+EDGE = 10.0  # points of difference beyond which a method stands at the edge of the figure, with its number
+
 
 def color(label: str) -> str:
     return COLORS[label.partition(",")[0]]
@@ -166,8 +168,13 @@ def differences(blocks: dict[str, dict[str, Any]], file: Path) -> str:
                 mean = sum(values) / len(values)
                 low, high = interval or (mean, mean)
                 hue = color(label)
-                axis.plot((low, high), (height, height), color=hue, linewidth=1.4, alpha=0.4 if of_problems else 1)
-                axis.plot(mean, height, "o", color=hue, fillstyle="none" if of_problems else "full")
+                if abs(mean) > EDGE:
+                    arrow = "\N{LEFTWARDS ARROW} {:.1f}" if mean < 0 else "{:.1f} \N{RIGHTWARDS ARROW}"
+                    side = {"ha": "left"} if mean < 0 else {"ha": "right"}
+                    axis.text(0.02 if mean < 0 else 0.95, height, arrow.format(mean), color=hue, **side, **beside)
+                else:
+                    axis.plot((low, high), (height, height), color=hue, linewidth=1.4, alpha=0.4 if of_problems else 1)
+                    axis.plot(mean, height, "o", color=hue, fillstyle="none" if of_problems else "full")
                 axis.text(1.0, height, str(len(values)), **beside)
                 places.append(height)
                 ticks.append(names[label])
