@@ -7,6 +7,7 @@ the hidden state, `sum_v e_tv w_v`, can be made where the logits are at hand, as
 `sum_v e^(z_v - m) w_v` is scaled down whenever the largest logit m grows.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,9 +85,12 @@ def logits_gradient(tile, targets, log_z, grad, of_entropy, start, settings):
     only_logps = grad is not None and of_entropy is None
     if only_logps and not triton and not settings["HAS_SOFTCAP"] and tile.dtype == log_z.dtype:
         # In place, in a third of the passes over memory that TRL's version for devices without Triton makes
-        scale = settings["logit_scale"] * settings["inv_t"]
-        slope = grad * scale
-        tile.mul_(scale).sub_(log_z.unsqueeze(1)).exp_().mul_(-slope.unsqueeze(1))
+        factors = settings["logit_scale"], settings["inv_t"]
+        for factor in factors:
+            if factor != 1:
+                tile.mul_(factor)  # one after the other, as TRL does: `log_z` may be one of these very numbers
+        slope = grad * math.prod(factors)
+        tile.sub_(log_z.unsqueeze(1)).exp_().mul_(-slope.unsqueeze(1))
         place = targets - start
         hit = torch.where((place >= 0) & (place < width), slope, 0)
         return tile.scatter_add_(1, place.clamp(0, width - 1).unsqueeze(1), hit.unsqueeze(1))

@@ -127,6 +127,17 @@ def test_nearly_certain_tokens_lose_nothing_in_half_precision(autocast):
         assert (off <= 2**-7 * rest * x.abs().max() + 1e-5).all()
 
 
+def test_certain_tokens_with_large_logits_have_no_gradient():
+    """The largest logit is subtracted from itself, so that no rounding of scale and temperature may differ."""
+    args, samples = example(torch.float32)
+    with torch.no_grad():
+        args[0].mul_(1e4)
+    args[3] = (args[0] @ args[1].t()).argmax(1)
+    ctx, (logps, *_) = taken(args, samples)
+    assert (logps == 0).sum() >= 4  # or they are not that certain
+    assert (ctx.unit[logps == 0] == 0).all() and (ctx.products[logps == 0] == 0).all()
+
+
 @pytest.mark.parametrize("given", [{}, {"softcap": 5.0}, {"cuda": torch.float32}, {"cuda": torch.bfloat16}], ids=str)
 def test_they_are_taken_where_nothing_is_lost(given):
     args, _ = example(torch.float32)
