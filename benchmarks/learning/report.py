@@ -74,6 +74,8 @@ PLAIN_REINFORCE = "plain_reinforce"
 DIRECTIONS = ("directions", "directions_shorter", "directions_proma", "directions_lambda")
 TASKS, TASK_TARGETS, RESUMED = "tasks", "tasks_targets", "resumed"
 TASK_RATES, TASK_GRPO = "rates_tasks", "tasks_grpo"
+# With the runs of a task that is not gone on with
+PLAIN_OF_TASKS, GRPO_OF_TASKS = (TASKS, TASK_TARGETS, "shortcut"), (TASK_GRPO, "shortcut_grpo")
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
 BF16_GROUPS = ("bf16", "bf16_seeds")
 
@@ -586,9 +588,10 @@ class Report:
 
     def tasks(self) -> Iterator[str]:
         """Sections on the other tasks, each as far as there are runs of it."""
-        for task in self.task_names(TASK_RATES, TASKS, TASK_GRPO, TASK_TARGETS):
-            first = next(r for _, r in self.finished((TASK_RATES, TASKS, TASK_GRPO, TASK_TARGETS), task))
-            head, *lines = self.plain(f"Task: {task}", (TASKS, TASK_TARGETS), (TASK_GRPO,), task).split("\n")
+        groups = (TASK_RATES, *PLAIN_OF_TASKS, *GRPO_OF_TASKS)
+        for task in self.task_names(*groups):
+            first = next(r for _, r in self.finished(groups, task))
+            head, *lines = self.plain(f"Task: {task}", PLAIN_OF_TASKS, GRPO_OF_TASKS, task).split("\n")
             lines = [head, "", f"{described_task(first['settings'])}{self.before_training(first)}", *lines]
             yield "\n".join([*lines, *self.of_human_eval(task)])
             yield self.rates(f"Task: {task}, learning rates of GRPO", (TASK_RATES,), task=task)

@@ -11,6 +11,11 @@ Three steps, since the machine with the GPU may lack reasoning-gym and the netwo
 `sample` needs transformers and vLLM alone, and no other file of this repository. `prompts` and `score` want
 `PYTHONHASHSEED=0`: some tasks make their problems in an order that depends on it. Prompts are those of
 `examples/reasoning_tasks.py` and `examples/coding.py`.
+
+Room is not enough: where one answer is right for most problems, that answer is what is learned. How often it is stands
+in the table of `score`, and without any model, with the tasks of `learning/matrix.yaml` as well, in that of
+
+    python benchmarks/questions/task_room.py commonest
 """
 
 import argparse
@@ -18,8 +23,9 @@ import gzip
 import json
 import statistics
 import sys
+import textwrap
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,7 @@ from typing import Any
 
 GROUP = 4  # completions of a prompt, beside a greedy one
 LARGEST = 16 * 2**20  # bytes of a file of completions
+PROBLEMS = 2000  # of a task, in which the commonest answer is looked for
 CODE = "code"
 SUMS = {"operations": ["+", "-"], "operations_weights": [0.5, 0.5]}
 # Tasks of reasoning-gym with the settings that make them small; each is tried with reasoning-gym's own as well
@@ -104,6 +111,18 @@ def examples() -> Any:
     return reasoning_tasks
 
 
+def different(problems: Any, count: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """So many problems with different questions, and their numbers; fewer where ten times as many do not have them."""
+    seen: set[str] = set()
+    for number in range(10 * count):
+        problem = problems[number]
+        if (question := problem["question"].strip()) not in seen:
+            seen.add(question)
+            yield number, problem
+        if len(seen) == count:
+            return
+
+
 def reasoning_prompts(names: Iterable[str], count: int, seed: int, answers: Iterable[str]) -> Iterator[dict[str, Any]]:
     """A row for each problem: `messages`, and what its score needs."""
     from datasets import Dataset
@@ -113,18 +132,11 @@ def reasoning_prompts(names: Iterable[str], count: int, seed: int, answers: Iter
     example = examples()
     for name in names:
         for size, config in (("small", TASKS[name]), ("default", {})):
-            problems, seen, numbers = example.make_task(name, config, seed), set(), []
-            for number in range(10 * count):
-                question = problems[number]["question"].strip()
-                if question not in seen:
-                    seen.add(question)
-                    numbers.append((number, question))
-                if len(numbers) == count:
-                    break
-            rows = Dataset.from_list([{"question": question} for _, question in numbers])
+            found = list(different(example.make_task(name, config, seed), count))
+            rows = Dataset.from_list([{"question": problem["question"].strip()} for _, problem in found])
             for answer in answers:
                 prompted = as_prompts(rows, example.INSTRUCTIONS[answer])
-                for (number, _), row in zip(numbers, prompted, strict=True):
+                for (number, _), row in zip(found, prompted, strict=True):
                     where = {"task": name, "size": size, "config": config, "seed": seed, "index": number}
                     yield {**where, "answer": answer, "messages": row["prompt"]}
 
@@ -230,6 +242,42 @@ def sample(options: argparse.Namespace) -> None:
         print(f"The file is larger than {LARGEST / 2**20:.0f} MiB: name it *.json.gz, or sample fewer prompts.")
 
 
+# Answers without a model
+
+
+def commonest_answer(task: str, config: dict[str, Any], seed: int, count: int = PROBLEMS) -> dict[str, Any]:
+    """The share of problems that the commonest answer is right for, as answers are written: a model gets no less."""
+    answers = Counter(problem["answer"] for _, problem in different(examples().make_task(task, config, seed), count))
+    ((answer, times),) = answers.most_common(1)
+    found = {"n": answers.total(), "answers": len(answers), "commonest answer": times / answers.total()}
+    return {**found, "which": textwrap.shorten(str(answer), 30, placeholder="...")}
+
+
+def tasks_of_the_matrix() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Task, name in the matrix and settings."""
+    import yaml
+
+    matrix = Path(__file__).resolve().parents[1] / "learning" / "matrix.yaml"
+    for name, settings in yaml.safe_load(matrix.read_text())["tasks"].items():
+        if "tasks" in settings:
+            by_task = examples().settings_by_task(settings["tasks"], settings.get("task_config"))
+            yield from ((task, name, config) for task, config in by_task.items())
+
+
+def commonest(options: argparse.Namespace) -> None:
+    names = options.tasks or TASKS
+    sizes = [(name, size, config) for name in names for size, config in (("small", TASKS[name]), ("default", {}))]
+    sizes += [(task, f"matrix: {name}", config) for task, name, config in tasks_of_the_matrix() if task in names]
+    found = [
+        {"task": task, "size": size, **commonest_answer(task, config, options.seed, options.count)}
+        for task, size, config in sizes
+    ]
+    found.sort(key=lambda row: (-row["commonest answer"], row["task"], row["size"]))
+    print_table(found)
+    if options.output:
+        write(options.output, found)
+
+
 # Scores
 
 
@@ -291,15 +339,28 @@ def table(groups: dict[tuple[str, str, str], list[dict[str, Any]]]) -> list[dict
                 "tokens": statistics.mean(length for row in rows for length in row["lengths"][:GROUP]),
                 "prompt": statistics.mean(row["prompt_length"] for row in rows),
                 "cut": statistics.mean(cut for row in rows for cut in row["cut"][:GROUP]),
+                "commonest answer": None if task == CODE else commonest_of(rows[0]),
             }
         )
     return sorted(found, key=lambda row: (-row["pass"], -row["differ"], row["task"], row["size"]))
 
 
+def commonest_of(row: dict[str, Any]) -> float:
+    return commonest_answer(row["task"], row["config"], row["seed"])["commonest answer"]
+
+
 def shown(name: str, value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:.0f}" if name in ("n", "tokens", "prompt") else f"{value:.2f}"
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:.0f}" if name in ("n", "answers", "tokens", "prompt") else f"{value:.2f}"
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    columns = list(rows[0])
+    lines = [columns, *([shown(name, row[name]) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def score(options: argparse.Namespace) -> None:
@@ -313,13 +374,10 @@ def score(options: argparse.Namespace) -> None:
     print(
         f"Of {GROUP} completions per prompt: pass, all of the score; reward, the score; anywhere, pass wherever the "
         f"answer stands;\ndiffer, the share of prompts with different rewards; tokens of completions, of which 'cut' "
-        f"reached {samples['about']['max_tokens']}.\n"
+        f"reached {samples['about']['max_tokens']};\ncommonest answer, the share of problems that one answer is right "
+        f"for, without a model.\n"
     )
-    columns = list(found[0])
-    lines = [columns, *([shown(name, row[name]) for name in columns] for row in found)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print_table(found)
     if options.output:
         write(options.output, {"about": samples["about"], "tasks": found})
 
@@ -336,6 +394,12 @@ def main() -> None:
     prompts.add_argument("--answers", nargs="+", default=["tags"], help="as --answer of examples/reasoning_tasks.py")
     prompts.add_argument("--seed", type=int, default=0, help="of the problems")
     prompts.set_defaults(run=make_prompts)
+    constant = steps.add_parser("commonest", help="how many problems the commonest answer is right for, as a table")
+    constant.add_argument("--tasks", nargs="+", choices=TASKS, metavar="TASK", help="of reasoning-gym; all by default")
+    constant.add_argument("--count", type=int, default=PROBLEMS, help="problems of each task and size")
+    constant.add_argument("--seed", type=int, default=0, help="of the problems")
+    constant.add_argument("--output", type=Path, help="file for the figures, as JSON")
+    constant.set_defaults(run=commonest)
     sampling = steps.add_parser("sample", help="sample completions with vLLM")
     sampling.add_argument("--model", type=Path, required=True, help="folder with an instruct model")
     sampling.add_argument("--prompts", type=Path, required=True)

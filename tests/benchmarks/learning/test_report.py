@@ -389,6 +389,17 @@ def test_other_tasks_have_a_section_each_where_there_are_runs_of_them(page_of):
     assert row["2e-6"].startswith("**") and not row["1e-6"].startswith("**")
 
 
+def test_a_task_that_is_not_gone_on_with_keeps_its_section(page_of):
+    draw = random.Random(24)
+    names = ("grpo-taskletter_counting-lr2e-6-seed0", "plain_interacting-targetauto-taskletter_counting-lr1e-1-seed0")
+    runs = [of_task(name, draw) for name in names]
+    page = page_of(*runs)
+    assert re.findall("^## Task: (.*)$", page, flags=re.M) == ["letter_counting"]
+    section = section_of(page, "Task: letter_counting")
+    rows = rows_of_table(re.split(r"^(?=\| method)", section, flags=re.M)[2])
+    assert list(rows) == ["grpo, 2e-6", "plain_interacting, target auto"] and "Not yet run" not in section
+
+
 def test_multiples_of_the_automatic_target_stand_side_by_side_with_the_completions_lengths(page_of):
     rates, plain_steps, times = tasks_runs(random.Random(22))
     rows = rows_of(page_of(*plain_steps, *times), "Multiples of the automatic target")

@@ -49,6 +49,7 @@ def test_an_answer_counts_where_it_is_right_and_in_its_tags(task_room, gcd):
     assert found["pass"] == 3 / 12 and found["anywhere"] == 4 / 12
     assert found["greedy"] == found["any of 4"] == found["differ"] == 1 / 3
     assert found["tokens"] == 10  # the greedy one is not counted
+    assert 0.3 < found["commonest answer"] < 0.4  # 1
 
 
 def test_another_problem_than_the_one_that_was_asked_is_refused(task_room, gcd):
@@ -66,6 +67,28 @@ def test_functions_pass_by_their_tests(task_room):
     task_room.code_rewards(rows)
     (found,) = task_room.table({("code", "grammar1", "function"): rows})
     assert (found["pass"], found["greedy"], found["differ"]) == (0.5, 1, 1)
+    assert found["commonest answer"] is None  # a function is right by its tests
+
+
+def test_a_question_counts_once_for_the_commonest_answer(task_room, monkeypatch):
+    problems = [{"question": f"{number % 4}? ", "answer": "1" if number % 4 else "2"} for number in range(50)]
+    monkeypatch.setattr(task_room.examples(), "make_task", lambda *given: problems)
+    expected = {"n": 4, "answers": 2, "commonest answer": 3 / 4, "which": "1"}
+    assert task_room.commonest_answer("any", {}, seed=0, count=5) == expected
+    fewer = {"n": 2, "commonest answer": 1 / 2, "which": "2"}  # the first of equals
+    assert task_room.commonest_answer("any", {}, seed=0, count=2) == expected | fewer
+
+
+def test_commonest_answers_need_no_model_and_show_a_shortcut(task_room, monkeypatch, capsys):
+    pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym, which the extra for tests installs")
+    monkeypatch.setattr(sys, "argv", ["task_room.py", "commonest", "--tasks", "letter_counting", "--count", "500"])
+    task_room.main()
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["task", "size", "n", "answers", "commonest", "answer", "which"]
+    assert "matrix: letter_counting" in rows[0] + rows[1]  # the commonest first
+    for row in rows[:2]:
+        share, which = row.split()[-2:]
+        assert (float(share), which) == (pytest.approx(0.68, abs=0.04), "1")
 
 
 def test_prompts_are_encoded_as_the_chat_template_has_them(task_room):
