@@ -50,7 +50,7 @@ def test_every_run_of_the_matrix_is_configured_as_it_says(importable, tmp_path):
         assert args.optim == optimizers.get(settings["optimizer"], args.optim), run.name
         momentum = "momentum=0.9" if run.group == "plain_momentum" else None
         assert args.optim_args == momentum, run.name
-        dtype = "bfloat16" if run.group in ("bf16", "bf16_seeds") else "float32"
+        dtype = "bfloat16" if "bf16_updates" in settings else "float32"
         assert args.model_init_kwargs == {"dtype": dtype}, run.name
     clipped = next(run.settings for run in runs if run.method == "grpo") | {"epsilon": 0.1}
     assert configuration(clipped, str(tmp_path)).epsilon == 0.1
