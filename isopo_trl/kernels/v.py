@@ -21,11 +21,25 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, shared_memory, tl, types_of
+from .launch import (
+    Fixed,
+    Plan,
+    has_warp_groups,
+    jit,
+    launch,
+    part_of,
+    power_of_two,
+    scratch,
+    shared_memory,
+    tl,
+    types_of,
+)
 
 
 # Elements of V that one program reads, for norms
 _V_CHUNK = 2**13
+# Where a gradient has a multiple of so many elements, several are read at once
+_UNIT = 16
 # Programs whose sums the last one of them adds by itself
 _FEW_PROGRAMS = 32
 
@@ -107,22 +121,29 @@ def _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS):
     return values
 
 
-@jit(do_not_specialize=["m", "adds", "ends", "group", "index", "size"])
+@jit(do_not_specialize=["m", "adds", "ends", "group", "index", "units"])
 def _ntk_kernel(
     V, sums, weight, bias,
     counter, table, advantages, history, settings, names,
-    m, adds, ends, group, index, size,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
-    BC: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, BIAS: tl.constexpr,
+    m, adds, ends, group, index, units,
+    UNIT: tl.constexpr, FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, MATRIX: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
     before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
     has the kernel. With a direction, `weight` and `bias`, so it goes with the projections, which are behind all tiles.
+    A gradient has `units * UNIT` elements.
+
+    With `MATRIX`, the direction is the first column of a matrix that gradients are multiplied with. Where these are
+    multiplied with each other by warps, each for itself, the compiler arranges them in shared memory for products of
+    matrices. If anything else read them there, it would arrange them otherwise, and all would wait for few banks.
     """
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
+    size = units * UNIT
     s = tl.arange(0, BM)
     k = tl.arange(0, BK)
     rows = s.to(tl.int64) * size
@@ -145,14 +166,26 @@ def _ntk_kernel(
     else:
         ntk = tl.zeros((BM, BM), ACC)
         if VARIANT & DIRECTION:
-            along = tl.zeros((BM, BK), ACC)
+            # A step ahead: its type would have the compiler arrange gradients otherwise, as well
+            ahead = _elements(weight, bias, chunk * BK + k, size, ACC, D, ROW, COLUMN, BIAS)
+            if MATRIX:
+                along = tl.zeros((BM, 16), ACC)
+                one = (tl.arange(0, 16) == 0)[None, :]
+            else:
+                along = tl.zeros((BM, BK), ACC)
         for start in tl.range(chunk * BK, size, chunks * BK, num_stages=STAGES):
             e = start + k
             v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
             ntk = tl.dot(v, tl.trans(v), ntk, input_precision=PRECISION)
             if VARIANT & DIRECTION:
-                along += v * _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS)[None, :]
+                if MATRIX:
+                    along = tl.dot(v, tl.where(one, ahead[:, None], 0.0), along, input_precision=PRECISION)
+                else:
+                    along += v * ahead[None, :]
+                ahead = _elements(weight, bias, e + chunks * BK, size, ACC, D, ROW, COLUMN, BIAS)
         if VARIANT & DIRECTION:
+            if MATRIX:
+                along = tl.where(one, along, 0.0)
             projections = tl.sum(along, 1)
     place = s[:, None] * BM + s[None, :]
     own = sums + chunk * BM * BM + place
@@ -219,6 +252,7 @@ class Tiling(NamedTuple):
     least: int  # elements of each gradient for which there is a program
     part: int  # numbers that the last program adds at once; they take registers from all programs
     grouped: bool  # whether many programs' sums are added in two levels
+    matrix: bool = True  # whether a direction, too, is multiplied as a matrix, where gradients are
 
     def programs_of(self, size: int) -> int:
         """The number of programs for gradients of `size` elements."""
@@ -236,10 +270,10 @@ class Tiling(NamedTuple):
         return programs + groups * (groups > 1)
 
 
-def tiling(m: int, itemsize: int, memory: int, direction: bool = False) -> Tiling:
+def tiling(m: int, itemsize: int, memory: int, direction: bool = False, warp_groups: bool = False) -> Tiling:
     """
     The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's, that
-    are projected on a `direction` or not.
+    are projected on a `direction` or not. With `warp_groups`, four warps multiply matrices of 64 rows together.
     """
     rows = power_of_two(m)
     if rows <= 16:  # too few for a product of matrices
@@ -250,12 +284,13 @@ def tiling(m: int, itemsize: int, memory: int, direction: bool = False) -> Tilin
     width = 64
     fitting = int(0.75 * memory) // (rows * width * itemsize)
     stages = max(1, min(4, fitting))
-    return Tiling(rows, False, width, rows // 16, stages, programs=528, least=2**11, part=2**11, grouped=True)
+    matrix = rows < 64 or not warp_groups
+    return Tiling(rows, False, width, rows // 16, stages, 528, least=2**11, part=2**11, grouped=True, matrix=matrix)
 
 
 @lru_cache(maxsize=256)
 def _tiling_of(m: int, dtype: torch.dtype, device: torch.device, direction: bool = False) -> Tiling:
-    return tiling(m, dtype.itemsize, shared_memory(device), direction)
+    return tiling(m, dtype.itemsize, shared_memory(device), direction, has_warp_groups(device))
 
 
 def v_coefficients(
@@ -353,9 +388,10 @@ def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, inde
             bias = bias.contiguous()
         if bias is not None or not weight.is_contiguous():
             layout = (weight.shape[1], *weight.stride(), bias is not None)
-    plan = _ntk_plan(cut, programs, (finish, variant), layout, dtypes, V.device)
-    tensors = (V, sums, weight, bias)
-    launch(_ntk_kernel, plan, tensors, (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
+    unit = 1 if size % _UNIT else _UNIT
+    plan = _ntk_plan(cut, programs, (unit, finish, variant), layout, dtypes, V.device)
+    numbers = (m, int(adds), int(ends), cut.group(programs), index, size // unit)
+    launch(_ntk_kernel, plan, (V, sums, weight, bias), numbers, fixed)
 
 
 @lru_cache(maxsize=4096)
@@ -368,7 +404,7 @@ def _ntk_plan(
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
     group = cut.group(programs)
     part = part_of(cut.part, cut.rows**2, group)
-    shape = (cut.rows, cut.width, cut.pairs, cut.stages, group < programs, part)
+    shape = (cut.rows, cut.width, cut.pairs, cut.matrix, cut.stages, group < programs, part)
     return Plan((programs, 1, 1), (*traits, acc, precision, *shape, *layout), {"num_warps": cut.warps})
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import types
 
 import pytest
@@ -234,6 +235,26 @@ def test_kernels_with_a_direction_compile_and_fit(compiled, rule, m):
     experts.expert_coefficients(tensor(m * 64 * k, p), tensor(m * 64 * k, d), True, routing, None, entry, tensor(E, m))
     kernels = {"_ntk_kernel", "_elementwise_kernel", "_expert_products_kernel", "_expert_coefficients_kernel"}
     assert set(compiled) == kernels
+
+
+def arrangement(program):
+    """How gradients `[32, 64]`, which a `program` fetches 16 bytes at a time, lie in shared memory."""
+    assert "0x10" in re.findall(r"cp\.async\.c.*?(0x\w+)", program.asm["ptx"])
+    (kind,) = set(re.findall(r"async_copy.*> -> <32x64xf32, (#\w+)", program.asm["ttgir"]))
+    (found,) = re.findall(rf"^{kind} = (.*)$", program.asm["ttgir"], re.MULTILINE)
+    return found
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_a_direction_leaves_gradients_in_shared_memory_as_products_of_matrices_read_them(compiled):
+    """Of any layout and type. What is arranged otherwise is read from one bank by many threads."""
+    arranged, entry, p, d = [], Entry(microbatch(make_rule("spring"), 32, 64, 0)[2], 0), 1024, 3072
+    for dtype in (torch.bfloat16, torch.float32):
+        weight, bias = tensor(p, d, dtype=dtype), tensor(p, dtype=dtype)
+        for direction in ((weight,), (weight, bias), (tensor(d, p, dtype=dtype).t(),), None):
+            v.v_coefficients(tensor(32, p, d + (direction is not None and len(direction) > 1)), entry, None, direction)
+            arranged.append(arrangement(compiled["_ntk_kernel"]))
+    assert set(arranged) == {arranged[-1]}
 
 
 @pytest.mark.parametrize("capability", [80])
