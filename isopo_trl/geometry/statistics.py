@@ -24,12 +24,12 @@ from typing import Protocol
 
 import torch
 
-from .cost import WHOLE_LIMIT, Needs, Strategy, block_rows
+from .cost import WHOLE_LIMIT, Needs, Strategy, aligned, block_rows
 from .sequences import SampleRows, Samples, Sequences
 
 
 _HALF = (torch.bfloat16, torch.float16)
-# Sampled positions (or rows of a Gram matrix) handled at once
+# Sampled positions handled at once
 _ROWS_AT_ONCE = 256
 
 
@@ -243,9 +243,10 @@ def _ghost_norm(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.
 
 def _ghost_ntk(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
     # Row by row: [rows, N] products, summed over the columns of each sequence, then over the rows of each
+    at_once = aligned(max(1, WHOLE_LIMIT // sequences.rows))
     parts = [
         sequences.sums(product(g[rows], g.t()) * inputs.with_all(rows))
-        for rows in torch.arange(sequences.rows, device=g.device).split(_ROWS_AT_ONCE)
+        for rows in torch.arange(sequences.rows, device=g.device).split(at_once)
     ]
     return sequences.sums(torch.cat(parts).t())
 

@@ -345,26 +345,37 @@ class VSums:
     """Norms or kernel of gradients that are given in blocks of outputs, without coefficients: `add` each."""
 
     def __init__(self, rule: Rule):
-        self.rule = rule
-        self.result = Statistics()
+        self.needs, self.variant = rule.needs, variant_of(rule)
+        self._sums: torch.Tensor | None = None
+        self._sequences = 0
 
     def add(self, V: torch.Tensor) -> None:
         """Take in a block, `V` `[m, outputs, d]`."""
-        m, size = V.shape[0], V.shape[1] * V.shape[2]
-        variant = variant_of(self.rule)
-        if self.rule.needs.ntk:
-            cut = _tiling_of(m, V.dtype, V.device)
-            programs = cut.programs_of(size)
-            sums = scratch(V, programs, cut.rows, cut.rows)
-            _launch_ntk(V, sums, cut, programs, False, False, False, variant, Fixed((sums,) * 6), 0, None)
-            total = sums.sum(0)[:m, :m]
-            self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
-            self.result.norm = self.result.ntk.diagonal() if self.rule.needs.norm else None
-        else:
+        m, size, before = V.shape[0], V.shape[1] * V.shape[2], self._sums
+        self._sequences = m
+        if not self.needs.ntk:
             sums = scratch(V, m, -(-size // _V_CHUNK))
-            _launch_norm(V, sums, 0, sums.shape[1], False, variant, Fixed((sums,) * 6), 0, None)
+            _launch_norm(V, sums, 0, sums.shape[1], False, self.variant, Fixed((sums,) * 6), 0, None)
             total = sums.sum(1)
-            self.result.norm = total if self.result.norm is None else self.result.norm + total
+            self._sums = total if before is None else before + total
+            return
+        cut = _tiling_of(m, V.dtype, V.device)
+        sums = scratch(V, cut.programs_of(size), cut.rows, cut.rows) if before is None else before
+        # Programs go on from where they stopped at the block before
+        adds = before is not None
+        _launch_ntk(V, sums, cut, len(sums), adds, False, False, self.variant, Fixed((sums,) * 6), 0, None)
+        self._sums = sums
+
+    @property
+    def result(self) -> Statistics:
+        """The norms or the kernel of the blocks so far."""
+        sums, m = self._sums, self._sequences
+        if sums is None:
+            return Statistics()
+        if not self.needs.ntk:
+            return Statistics(norm=sums)
+        ntk = sums.sum(0)[:m, :m]
+        return Statistics(ntk=ntk, norm=ntk.diagonal() if self.needs.norm else None)
 
 
 def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):

@@ -229,7 +229,7 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
 
     strategy = head_strategy(m, sequences.length, vocab, d + needs_bias, n, needs, a.device.type)
-    buffer = _buffer(ctx, a, vocab if strategy != "blocks" else block_rows(m, d + needs_bias))
+    buffer = _buffer(ctx, a, vocab)
     # Without that of the log-probabilities, there is only the entropy's
     grad: Any
     grad, grad_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
@@ -342,6 +342,8 @@ class _HeadStatistics:
         self.pairs: Any = 0.0
         self.along: Any = 0.0
         self.explicit = strategy != "ghost" and (self.needs.norm or self.needs.ntk)
+        # Outputs whose gradients are formed at once: of a whole tile, or fewer
+        self.at_once = block_rows(sequences.count, a.shape[1] + bias) if strategy == "blocks" else None
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
             without_overlap = self.needs._replace(overlap=False)
@@ -351,7 +353,7 @@ class _HeadStatistics:
     def add(self, tile: torch.Tensor, part: slice) -> torch.Tensor | None:
         """
         Take in a tile `[N, width]`, that part of the vocabulary; returns the gradients `V` `[m, width, d]` where they
-        are formed.
+        are formed at once.
         """
         if self.needs.overlap:
             of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
@@ -361,8 +363,10 @@ class _HeadStatistics:
             of_part = _with_bias(self.direction, part).to(tile.dtype)
             self.along = self.along + product(tile, of_part)
         if self.explicit:
-            V = product(self.sequences.padded(tile).transpose(1, 2), self.a_padded)
-            self.from_V.add(V)
+            V = None
+            for block in tile.split(self.at_once or tile.shape[1], dim=1):
+                V = product(self.sequences.padded(block).transpose(1, 2), self.a_padded)
+                self.from_V.add(V)
             return V
         if self.needs.norm:
             padded = self.sequences.padded(tile)
