@@ -149,8 +149,7 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
     overlap = None
     explicit = rule.needs.norm or rule.needs.ntk
     if rule.needs.overlap:
-        found = linear.overlaps if explicit else linear.overlap_coefficients
-        overlap = found(g, a, True, sequences, samples, Entry(ledger, 0))
+        overlap = linear.overlaps(g, a, True, sequences, samples, Entry(ledger, 0), finish=not explicit)
         expected |= {"_overlap_kernel"}
     if explicit:
         V = tensor(m, p, d)
@@ -349,9 +348,8 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     source = tensor(n, dtype=torch.int64)
-    linear.overlap_coefficients(
-        g, a, True, sequences, samples, Entry(ledger, 0), into=(*(samples.g, samples.inputs), source)
-    )
+    into = samples.g, samples.inputs, source
+    linear.overlaps(g, a, True, sequences, samples, Entry(ledger, 0), into, finish=True)
     fisher_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
     fisher_rows.put({"g": tensor(n, p)}, {"g": g}, source)
     E, k = 16, 4
