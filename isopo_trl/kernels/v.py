@@ -1,4 +1,9 @@
-"""Kernels over explicit gradients `V` `[m, outputs, d]`: norms or neural tangent kernel, coefficients, their sum."""
+"""
+Kernels over explicit gradients `V` `[m, outputs, d]`: norms or neural tangent kernel, coefficients, their sum.
+
+A gradient has `units * UNIT` elements. Where the compiler knows the second to be a multiple of 16 bytes, it reads as
+much at once, and needs fewer instructions and registers.
+"""
 
 import math
 from functools import lru_cache
@@ -38,20 +43,21 @@ from .launch import (
 
 # Elements of V that one program reads, for norms
 _V_CHUNK = 2**13
-# Where a gradient has a multiple of so many elements, several are read at once
+# UNIT, where a gradient has a multiple of so many elements
 _UNIT = 16
 # Programs whose sums the last one of them adds by itself
 _FEW_PROGRAMS = 32
 
 
-@jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "size"])
+@jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "units"])
 def _norm_kernel(
     V, sums, norms,
     counter, table, advantages, history, settings, names,
-    m, n, blocks, first, chunks, index, size,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr,
+    m, n, blocks, first, chunks, index, units,
+    UNIT: tl.constexpr, FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr,
     CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    size = units * UNIT
     chunk = tl.program_id(0)
     s = tl.program_id(1)
     e = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -135,7 +141,6 @@ def _ntk_kernel(
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
     before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
     has the kernel. With a direction, `weight` and `bias`, so it goes with the projections, which are behind all tiles.
-    A gradient has `units * UNIT` elements.
 
     With `MATRIX`, the direction is the first column of a matrix that gradients are multiplied with. Where these are
     multiplied with each other by warps, each for itself, the compiler arranges them in shared memory for products of
@@ -229,8 +234,13 @@ def _ntk_kernel(
                     _interacting(total, projected, m, index, book, BM, VARIANT, ACC)
 
 
-@jit(do_not_specialize=["m", "index", "size"])
-def _combine_kernel(V, out, table, m, index, size, BM: tl.constexpr, BE: tl.constexpr):
+@jit(do_not_specialize=["m", "index", "units"])
+def _combine_kernel(
+    V, out, table,
+    m, index, units,
+    UNIT: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    size = units * UNIT
     s = tl.arange(0, BM)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     c = tl.load(table + index * TABLE_ROWS * m + s, mask=s < m, other=0.0)
@@ -378,13 +388,19 @@ class VSums:
         return Statistics(ntk=ntk, norm=ntk.diagonal() if self.needs.norm else None)
 
 
+def _in_units(size: int) -> tuple[int, int]:
+    """`units` and `UNIT` of gradients with so many elements."""
+    return (size, 1) if size % _UNIT else (size // _UNIT, _UNIT)
+
+
 def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
     m, outputs, d = V.shape
     size, chunks = outputs * d, sums.shape[1]
     overlap, samples, named = (sums, 0, False) if overlaps is None else overlaps
     blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
-    plan = _norm_plan(m, (samples, blocks, here, chunks), (finish, variant, named), V.dtype, V.device)
-    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
+    units, unit = _in_units(size)
+    plan = _norm_plan(m, (samples, blocks, here, chunks), (unit, finish, variant, named), V.dtype, V.device)
+    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, units), fixed)
 
 
 def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, index, direction):
@@ -399,9 +415,9 @@ def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, inde
             bias = bias.contiguous()
         if bias is not None or not weight.is_contiguous():
             layout = (weight.shape[1], *weight.stride(), bias is not None)
-    unit = 1 if size % _UNIT else _UNIT
+    units, unit = _in_units(size)
     plan = _ntk_plan(cut, programs, (unit, finish, variant), layout, dtypes, V.device)
-    numbers = (m, int(adds), int(ends), cut.group(programs), index, size // unit)
+    numbers = (m, int(adds), int(ends), cut.group(programs), index, units)
     launch(_ntk_kernel, plan, (V, sums, weight, bias), numbers, fixed)
 
 
@@ -430,7 +446,7 @@ def _norm_plan(m: int, sizes: tuple[int, ...], traits: tuple, dtype: torch.dtype
 def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
     BM = power_of_two(m)
     BE = max(16, min(512, 2**12 // BM))
-    return Plan((-(-size // BE), 1, 1), (BM, BE), {"num_warps": 8})
+    return Plan((-(-size // BE), 1, 1), (_in_units(size)[1], BM, BE), {"num_warps": 8})
 
 
 def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:
@@ -440,5 +456,5 @@ def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:
     size = outputs * d
     out = V.new_empty((outputs, d), dtype=dtype)
     plan = _combine_plan(m, size, V.dtype, dtype, V.device)
-    launch(_combine_kernel, plan, (V, out, ledger.table), (m, index, size))
+    launch(_combine_kernel, plan, (V, out, ledger.table), (m, index, _in_units(size)[0]))
     return out
