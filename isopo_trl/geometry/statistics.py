@@ -94,7 +94,12 @@ class Inputs(Protocol):
         ...
 
     def along(self, g: torch.Tensor, direction: Direction) -> torch.Tensor:
-        """`g_t . D phi(a_t)` of every row, `[N]`, for cotangents `g` `[N, p]`."""
+        """
+        `g_t . D phi(a_t)` of every row, `[N]`, for cotangents `g` `[N, p]`.
+
+        A product takes D in the type of its rows, as autocast takes a weight: where D is in float32 and rows are in
+        bf16, D is rounded to these. Sums are in float32 or better.
+        """
         ...
 
 

@@ -280,7 +280,7 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         if slots is not None:
             slots.put("g", tile, part)
         V = sums.add(tile, part)
-        if V is not None and strategy == "whole":
+        if V is not None:
             formed.append((part, V))
     if known is None:
         c = microbatch.coefficients(index, sums.result())
@@ -320,7 +320,8 @@ class _HeadStatistics:
         bias (`bool`): whether a bias is trained.
         sequences, samples, strategy: as elsewhere.
         microbatch ([`Microbatch`]): the rest.
-        direction (`tuple`, *optional*): D of the weight `[p, d]`, and of the bias `[p]`.
+        direction (`tuple`, *optional*): D of the weight `[p, d]`, and of the bias `[p]`; rounded to the type of the
+            tiles, as autocast rounds a weight.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class _HeadStatistics:
         self.pairs: Any = 0.0
         self.along: Any = 0.0
         self.explicit = strategy != "ghost" and (self.needs.norm or self.needs.ntk)
-        # Outputs whose gradients are formed at once: of a whole tile, or fewer
+        # Outputs whose gradients are formed at once, and dropped
         self.at_once = block_rows(sequences.count, a.shape[1] + bias) if strategy == "blocks" else None
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
@@ -353,7 +354,7 @@ class _HeadStatistics:
     def add(self, tile: torch.Tensor, part: slice) -> torch.Tensor | None:
         """
         Take in a tile `[N, width]`, that part of the vocabulary; returns the gradients `V` `[m, width, d]` where they
-        are formed at once.
+        are kept.
         """
         if self.needs.overlap:
             of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
@@ -362,16 +363,20 @@ class _HeadStatistics:
         if self.direction is not None:  # g^T D of each row, to be taken times its input when it is whole
             of_part = _with_bias(self.direction, part).to(tile.dtype)
             self.along = self.along + product(tile, of_part)
-        if self.explicit:
-            V = None
-            for block in tile.split(self.at_once or tile.shape[1], dim=1):
-                V = product(self.sequences.padded(block).transpose(1, 2), self.a_padded)
-                self.from_V.add(V)
+        if self.explicit and self.at_once is None:
+            V = self._gradients(tile)
+            self.from_V.add(V)
             return V
-        if self.needs.norm:
+        if self.explicit and self.at_once is not None:
+            for block in tile.split(self.at_once, dim=1):
+                self.from_V.add(self._gradients(block))
+        elif self.needs.norm:
             padded = self.sequences.padded(tile)
             self.pairs = self.pairs + product(padded, padded.transpose(1, 2))
         return None
+
+    def _gradients(self, tile: torch.Tensor) -> torch.Tensor:
+        return product(self.sequences.padded(tile).transpose(1, 2), self.a_padded)
 
     def result(self) -> Statistics:
         statistics = self.from_V.result if self.explicit else Statistics()

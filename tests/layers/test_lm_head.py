@@ -397,6 +397,21 @@ def test_tokens_times_vocabulary_never_exists(strategy, rule, limit, monkeypatch
     assert whole(tensors_of_a_backward(chunk=2**16, tile=2**27))
 
 
+def test_logits_are_made_at_once_where_gradients_of_sequences_are_formed_in_narrow_blocks(monkeypatch):
+    """Else a microbatch of many sequences, whose blocks are narrow, would make many times the launches."""
+    monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: "blocks")
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 2 * B * HIDDEN)
+    model, hidden, targets, _ = example(bias=False)
+    isopo = ISOPO(model, "interacting")
+    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
+        leaf = hidden.flatten(0, 1).requires_grad_()
+        loss = chunked_logps(leaf, model.lm_head, targets.flatten(), chunk=2**16).sum()
+        with Shapes() as seen:
+            loss.backward()
+    assert (targets.numel(), VOCABULARY) in seen.shapes
+    assert (B, 2, HIDDEN) in seen.shapes and (B, VOCABULARY, HIDDEN) not in seen.shapes
+
+
 @pytest.mark.parametrize("rows", [1, 301, 4097, 7801, 2**27 // 100])
 @pytest.mark.parametrize("vocabulary", [7, 32003, 151936])
 def test_rows_of_a_tile_begin_where_matrix_products_are_fast(rows, vocabulary):
