@@ -84,6 +84,7 @@ def compiled(gpu, capability, monkeypatch):
     pipeline = linear._pipeline
     monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
     monkeypatch.setattr(v, "shared_memory", lambda _: launching.shared_memory(torch.device("cuda")))
+    monkeypatch.setattr(v, "has_warp_groups", lambda _: launching.has_warp_groups(torch.device("cuda")))
 
     def launch(kernel, plan, tensors, numbers, fixed=NOTHING):
         tensors += fixed.tensors
@@ -212,6 +213,7 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
         (90, "proma", 8),
         pytest.param(80, "spring", 64, marks=pytest.mark.slow),  # the least memory, the most sequences
         pytest.param(80, "proma", 64, marks=pytest.mark.slow),
+        pytest.param(90, "spring", 64, marks=pytest.mark.slow),  # warps that multiply together
         pytest.param(90, "spring", 8, marks=pytest.mark.slow),
         pytest.param(90, "proma", 17, marks=pytest.mark.slow),
     ],
