@@ -311,9 +311,9 @@ def overlap_kernel(shape: str, batch: Batch, both: list[tuple]) -> Kernel:
         return batch.coefficients(values, rule)
 
     return Kernel(
-        "overlap_coefficients",
+        "overlaps",
         shape,
-        lambda g, a: linear.overlap_coefficients(g, a, False, sequences, samples, Entry(ledger, 0)),
+        lambda g, a: linear.overlaps(g, a, False, sequences, samples, Entry(ledger, 0), finish=True),
         both,
         2 * SAMPLES * (g.numel() + a.numel()),
         "bfloat16",

@@ -69,15 +69,22 @@ class Sequences:
         """Rows by sequence, `[N, ...]` -> `[m, T, ...]`, zero where a sequence has no row."""
         if self.index is None:
             return x.reshape(self.count, self.length, *x.shape[1:])
-        present = (self.index >= 0).reshape(self.count, self.length, *[1] * (x.dim() - 1))
+        places, present = self._places
         # Not a product: row 0 stands in for an absent one, and zero times it is not zero where it is not finite
-        return torch.where(present, x[self.index.clamp(min=0)], 0)
+        return torch.where(present.view(*present.shape, *[1] * (x.dim() - 1)), x[places], 0)
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`index`, with 0 where there is none, and where there is one."""
+        assert self.index is not None
+        return self.index.clamp(min=0), self.index >= 0
 
     def sums(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the rows of each sequence along the last dimension, `[..., N]` -> `[..., m]`."""
         if self.index is None:
             return x.reshape(*x.shape[:-1], self.count, self.length).sum(-1)
-        return torch.where(self.index >= 0, x[..., self.index.clamp(min=0)], 0).sum(-1)
+        places, present = self._places
+        return torch.where(present, x[..., places], 0).sum(-1)
 
     def scaled(self, x: torch.Tensor, c: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
         """

@@ -24,12 +24,12 @@ from typing import Protocol
 
 import torch
 
-from .cost import WHOLE_LIMIT, Needs, Strategy, block_rows
+from .cost import WHOLE_LIMIT, Needs, Strategy, aligned, block_rows
 from .sequences import SampleRows, Samples, Sequences
 
 
 _HALF = (torch.bfloat16, torch.float16)
-# Sampled positions (or rows of a Gram matrix) handled at once
+# Sampled positions handled at once
 _ROWS_AT_ONCE = 256
 
 
@@ -94,7 +94,12 @@ class Inputs(Protocol):
         ...
 
     def along(self, g: torch.Tensor, direction: Direction) -> torch.Tensor:
-        """`g_t . D phi(a_t)` of every row, `[N]`, for cotangents `g` `[N, p]`."""
+        """
+        `g_t . D phi(a_t)` of every row, `[N]`, for cotangents `g` `[N, p]`.
+
+        A product takes D in the type of its rows, as autocast takes a weight: where D is in float32 and rows are in
+        bf16, D is rounded to these. Sums are in float32 or better.
+        """
         ...
 
 
@@ -243,9 +248,10 @@ def _ghost_norm(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.
 
 def _ghost_ntk(g: torch.Tensor, inputs: Inputs, sequences: Sequences) -> torch.Tensor:
     # Row by row: [rows, N] products, summed over the columns of each sequence, then over the rows of each
+    at_once = aligned(max(1, WHOLE_LIMIT // sequences.rows))
     parts = [
         sequences.sums(product(g[rows], g.t()) * inputs.with_all(rows))
-        for rows in torch.arange(sequences.rows, device=g.device).split(_ROWS_AT_ONCE)
+        for rows in torch.arange(sequences.rows, device=g.device).split(at_once)
     ]
     return sequences.sums(torch.cat(parts).t())
 

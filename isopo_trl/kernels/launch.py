@@ -56,6 +56,11 @@ def shared_memory(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 2**16)
 
 
+def has_warp_groups(device: torch.device) -> bool:
+    """Whether four warps multiply large matrices together: on data-centre GPUs from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major in (9, 10)
+
+
 def power_of_two(x: int) -> int:
     """The power of two that a tile of at least `x` needs."""
     return 1 << max(x - 1, 0).bit_length()

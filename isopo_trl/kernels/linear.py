@@ -234,41 +234,6 @@ def _overlap_plan(
     return Plan((blocks, m, -(-n // BN)), constants, options)
 
 
-def overlap_coefficients(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    bias: bool,
-    sequences: Sequences,
-    samples: Samples | SampleRows,
-    entry: Entry,
-    into: Into | None = None,
-) -> Entry:
-    """
-    The coefficients of a linear layer from overlaps alone, by products between rows.
-
-    Args:
-        into (`tuple`, *optional*): with samples that are rows from before, where rows of this microbatch go along the
-            way: slots of cotangents and inputs, `[slots, ...]`, no more than there are samples, and the row that each
-            of them gets, `[slots]`.
-    """
-    _launch_overlap(g, a, bias, sequences, samples, entry, into, True)
-    return entry
-
-
-def overlaps(
-    g: torch.Tensor,
-    a: torch.Tensor,
-    bias: bool,
-    sequences: Sequences,
-    samples: Samples | SampleRows,
-    entry: Entry,
-    into: Into | None = None,
-) -> Overlaps:
-    """The overlaps of a linear layer, for a rule that needs the Euclidean norm too; arguments as above."""
-    sums = _launch_overlap(g, a, bias, sequences, samples, entry, into, False)
-    return Overlaps(sums, samples.number, isinstance(samples, SampleRows) and entry.ledger.named)
-
-
 class _OverlapLaunch(NamedTuple):
     """What the layers of one shape in a microbatch have in common."""
 
@@ -279,35 +244,56 @@ class _OverlapLaunch(NamedTuple):
     sizes: tuple[int, int, int]
 
 
-def _launch_overlap(g, a, bias, sequences, samples, entry, into, finish):
+def overlaps(
+    g: torch.Tensor,
+    a: torch.Tensor,
+    bias: bool,
+    sequences: Sequences,
+    samples: Samples | SampleRows,
+    entry: Entry,
+    into: Into | None = None,
+    finish: bool = False,
+) -> Overlaps:
+    """
+    The overlaps of a linear layer, by products between rows.
+
+    Args:
+        into (`tuple`, *optional*): with samples that are rows from before, where rows of this microbatch go along the
+            way: slots of cotangents and inputs, `[slots, ...]`, no more than there are samples, and the row that each
+            of them gets, `[slots]`.
+        finish (`bool`): whether to go on to the coefficients, for a rule that needs no more; then they are in `entry`.
+    """
     g, a = _by_row(g), _by_row(a)
     ledger, index = entry
     m, T = sequences.count, sequences.length
     key: tuple = ("overlap", m, T, g.shape, a.shape, g.stride(), a.stride(), bias, finish, g.dtype)
-    before = isinstance(samples, SampleRows)
-    if before:
-        g_samples, a_samples = samples.g, samples.inputs
-        key = (key, g_samples.shape[0], g_samples.stride(), a_samples.stride(), into is None)
+    before = samples if isinstance(samples, SampleRows) else None
+    if before is not None:
+        key = (key, len(before.g), before.g.stride(), before.inputs.stride(), into is None)
     known = ledger.prepared.get(key)
-    if known is None or not (before or known.samples is samples):
-        sizes = m, T, n = m, T, samples.number
-        shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
-        of_rows = (g_samples.stride(0), a_samples.stride(0), into is not None, ledger.named) if before else ()
-        plan = _overlap_plan(sizes, shape, (bias, finish, ledger.variant), of_rows, g.dtype, g.device)
-        overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
-        fixed = ledger.fixed if before else Fixed((samples.present, overlap, *ledger.fixed.tensors))
-        known = _OverlapLaunch(plan, None if before else samples, overlap, fixed, sizes)
-        ledger.prepared[key] = known
+    if known is None or (before is None and known.samples is not samples):
+        known = ledger.prepared[key] = _prepared(g, a, bias, (m, T, samples.number), samples, ledger, into, finish)
     plan, _, overlap, fixed, (m, T, n) = known
-    if before:
+    if before is not None:
         # Without slots, these are not looked at
         g_out, a_out, source = (g, a, ledger.counter) if into is None else into
-        tensors = (g, a, g_samples, a_samples, g_out, a_out, source, overlap)
+        tensors = (g, a, before.g, before.inputs, g_out, a_out, source, overlap)
         slots = 0 if into is None else source.shape[0]
         launch(_overlap_with_rows_kernel, plan, tensors, (m, T, n, slots, index), fixed)
     else:
         launch(_overlap_kernel, plan, (g, a), (m, T, n, index), fixed)
-    return overlap
+    return Overlaps(overlap, n, before is not None and ledger.named)
+
+
+def _prepared(g, a, bias, sizes, samples, ledger, into, finish) -> _OverlapLaunch:
+    m, _, n = sizes
+    before = isinstance(samples, SampleRows)
+    shape = (g.shape[1], a.shape[1], g.stride(0), a.stride(0))
+    of_rows = (samples.g.stride(0), samples.inputs.stride(0), into is not None, ledger.named) if before else ()
+    plan = _overlap_plan(sizes, shape, (bias, finish, ledger.variant), of_rows, g.dtype, g.device)
+    overlap = ledger.scratch(g, "overlap", m * plan.grid[0] * n + n)
+    fixed = ledger.fixed if before else Fixed((samples.present, overlap, *ledger.fixed.tensors))
+    return _OverlapLaunch(plan, None if before else samples, overlap, fixed, sizes)
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,9 @@
-"""Kernels over explicit gradients `V` `[m, outputs, d]`: norms or neural tangent kernel, coefficients, their sum."""
+"""
+Kernels over explicit gradients `V` `[m, outputs, d]`: norms or neural tangent kernel, coefficients, their sum.
+
+A gradient has `units * UNIT` elements. Where the compiler knows the second to be a multiple of 16 bytes, it reads as
+much at once, and needs fewer instructions and registers.
+"""
 
 import math
 from functools import lru_cache
@@ -21,23 +26,38 @@ from .coefficients import (
     tiles,
     variant_of,
 )
-from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, scratch, shared_memory, tl, types_of
+from .launch import (
+    Fixed,
+    Plan,
+    has_warp_groups,
+    jit,
+    launch,
+    part_of,
+    power_of_two,
+    scratch,
+    shared_memory,
+    tl,
+    types_of,
+)
 
 
 # Elements of V that one program reads, for norms
 _V_CHUNK = 2**13
+# UNIT, where a gradient has a multiple of so many elements
+_UNIT = 16
 # Programs whose sums the last one of them adds by itself
 _FEW_PROGRAMS = 32
 
 
-@jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "size"])
+@jit(do_not_specialize=["m", "n", "blocks", "first", "chunks", "index", "units"])
 def _norm_kernel(
     V, sums, norms,
     counter, table, advantages, history, settings, names,
-    m, n, blocks, first, chunks, index, size,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr,
+    m, n, blocks, first, chunks, index, units,
+    UNIT: tl.constexpr, FINISH: tl.constexpr, VARIANT: tl.constexpr, NAMED: tl.constexpr, ACC: tl.constexpr,
     CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
+    size = units * UNIT
     chunk = tl.program_id(0)
     s = tl.program_id(1)
     e = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -107,22 +127,28 @@ def _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS):
     return values
 
 
-@jit(do_not_specialize=["m", "adds", "ends", "group", "index", "size"])
+@jit(do_not_specialize=["m", "adds", "ends", "group", "index", "units"])
 def _ntk_kernel(
     V, sums, weight, bias,
     counter, table, advantages, history, settings, names,
-    m, adds, ends, group, index, size,
-    FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, STAGES: tl.constexpr, GROUPED: tl.constexpr,
-    BC: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, BIAS: tl.constexpr,
+    m, adds, ends, group, index, units,
+    UNIT: tl.constexpr, FINISH: tl.constexpr, VARIANT: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, PAIRS: tl.constexpr, MATRIX: tl.constexpr, STAGES: tl.constexpr,
+    GROUPED: tl.constexpr, BC: tl.constexpr,
+    D: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """
     Two or three levels. Programs sum over their elements, and if `adds`, go on from where they stopped at the block
     before. If the block `ends` the gradients, the last of a `group` of programs adds theirs up, and the last of these
     has the kernel. With a direction, `weight` and `bias`, so it goes with the projections, which are behind all tiles.
+
+    With `MATRIX`, the direction is the first column of a matrix that gradients are multiplied with. Where these are
+    multiplied with each other by warps, each for itself, the compiler arranges them in shared memory for products of
+    matrices. If anything else read them there, it would arrange them otherwise, and all would wait for few banks.
     """
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
+    size = units * UNIT
     s = tl.arange(0, BM)
     k = tl.arange(0, BK)
     rows = s.to(tl.int64) * size
@@ -145,14 +171,26 @@ def _ntk_kernel(
     else:
         ntk = tl.zeros((BM, BM), ACC)
         if VARIANT & DIRECTION:
-            along = tl.zeros((BM, BK), ACC)
+            # A step ahead: its type would have the compiler arrange gradients otherwise, as well
+            ahead = _elements(weight, bias, chunk * BK + k, size, ACC, D, ROW, COLUMN, BIAS)
+            if MATRIX:
+                along = tl.zeros((BM, 16), ACC)
+                one = (tl.arange(0, 16) == 0)[None, :]
+            else:
+                along = tl.zeros((BM, BK), ACC)
         for start in tl.range(chunk * BK, size, chunks * BK, num_stages=STAGES):
             e = start + k
             v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
             ntk = tl.dot(v, tl.trans(v), ntk, input_precision=PRECISION)
             if VARIANT & DIRECTION:
-                along += v * _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS)[None, :]
+                if MATRIX:
+                    along = tl.dot(v, tl.where(one, ahead[:, None], 0.0), along, input_precision=PRECISION)
+                else:
+                    along += v * ahead[None, :]
+                ahead = _elements(weight, bias, e + chunks * BK, size, ACC, D, ROW, COLUMN, BIAS)
         if VARIANT & DIRECTION:
+            if MATRIX:
+                along = tl.where(one, along, 0.0)
             projections = tl.sum(along, 1)
     place = s[:, None] * BM + s[None, :]
     own = sums + chunk * BM * BM + place
@@ -196,8 +234,13 @@ def _ntk_kernel(
                     _interacting(total, projected, m, index, book, BM, VARIANT, ACC)
 
 
-@jit(do_not_specialize=["m", "index", "size"])
-def _combine_kernel(V, out, table, m, index, size, BM: tl.constexpr, BE: tl.constexpr):
+@jit(do_not_specialize=["m", "index", "units"])
+def _combine_kernel(
+    V, out, table,
+    m, index, units,
+    UNIT: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    size = units * UNIT
     s = tl.arange(0, BM)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     c = tl.load(table + index * TABLE_ROWS * m + s, mask=s < m, other=0.0)
@@ -219,6 +262,7 @@ class Tiling(NamedTuple):
     least: int  # elements of each gradient for which there is a program
     part: int  # numbers that the last program adds at once; they take registers from all programs
     grouped: bool  # whether many programs' sums are added in two levels
+    matrix: bool = True  # whether a direction, too, is multiplied as a matrix, where gradients are
 
     def programs_of(self, size: int) -> int:
         """The number of programs for gradients of `size` elements."""
@@ -236,10 +280,10 @@ class Tiling(NamedTuple):
         return programs + groups * (groups > 1)
 
 
-def tiling(m: int, itemsize: int, memory: int, direction: bool = False) -> Tiling:
+def tiling(m: int, itemsize: int, memory: int, direction: bool = False, warp_groups: bool = False) -> Tiling:
     """
     The [`Tiling`] for `m` sequences' gradients, with elements of `itemsize` bytes, and `memory` of a program's, that
-    are projected on a `direction` or not.
+    are projected on a `direction` or not. With `warp_groups`, four warps multiply matrices of 64 rows together.
     """
     rows = power_of_two(m)
     if rows <= 16:  # too few for a product of matrices
@@ -250,12 +294,13 @@ def tiling(m: int, itemsize: int, memory: int, direction: bool = False) -> Tilin
     width = 64
     fitting = int(0.75 * memory) // (rows * width * itemsize)
     stages = max(1, min(4, fitting))
-    return Tiling(rows, False, width, rows // 16, stages, programs=528, least=2**11, part=2**11, grouped=True)
+    matrix = rows < 64 or not warp_groups
+    return Tiling(rows, False, width, rows // 16, stages, 528, least=2**11, part=2**11, grouped=True, matrix=matrix)
 
 
 @lru_cache(maxsize=256)
 def _tiling_of(m: int, dtype: torch.dtype, device: torch.device, direction: bool = False) -> Tiling:
-    return tiling(m, dtype.itemsize, shared_memory(device), direction)
+    return tiling(m, dtype.itemsize, shared_memory(device), direction, has_warp_groups(device))
 
 
 def v_coefficients(
@@ -310,26 +355,42 @@ class VSums:
     """Norms or kernel of gradients that are given in blocks of outputs, without coefficients: `add` each."""
 
     def __init__(self, rule: Rule):
-        self.rule = rule
-        self.result = Statistics()
+        self.needs, self.variant = rule.needs, variant_of(rule)
+        self._sums: torch.Tensor | None = None
+        self._sequences = 0
 
     def add(self, V: torch.Tensor) -> None:
         """Take in a block, `V` `[m, outputs, d]`."""
-        m, size = V.shape[0], V.shape[1] * V.shape[2]
-        variant = variant_of(self.rule)
-        if self.rule.needs.ntk:
-            cut = _tiling_of(m, V.dtype, V.device)
-            programs = cut.programs_of(size)
-            sums = scratch(V, programs, cut.rows, cut.rows)
-            _launch_ntk(V, sums, cut, programs, False, False, False, variant, Fixed((sums,) * 6), 0, None)
-            total = sums.sum(0)[:m, :m]
-            self.result.ntk = total if self.result.ntk is None else self.result.ntk + total
-            self.result.norm = self.result.ntk.diagonal() if self.rule.needs.norm else None
-        else:
+        m, size, before = V.shape[0], V.shape[1] * V.shape[2], self._sums
+        self._sequences = m
+        if not self.needs.ntk:
             sums = scratch(V, m, -(-size // _V_CHUNK))
-            _launch_norm(V, sums, 0, sums.shape[1], False, variant, Fixed((sums,) * 6), 0, None)
+            _launch_norm(V, sums, 0, sums.shape[1], False, self.variant, Fixed((sums,) * 6), 0, None)
             total = sums.sum(1)
-            self.result.norm = total if self.result.norm is None else self.result.norm + total
+            self._sums = total if before is None else before + total
+            return
+        cut = _tiling_of(m, V.dtype, V.device)
+        sums = scratch(V, cut.programs_of(size), cut.rows, cut.rows) if before is None else before
+        # Programs go on from where they stopped at the block before
+        adds = before is not None
+        _launch_ntk(V, sums, cut, len(sums), adds, False, False, self.variant, Fixed((sums,) * 6), 0, None)
+        self._sums = sums
+
+    @property
+    def result(self) -> Statistics:
+        """The norms or the kernel of the blocks so far."""
+        sums, m = self._sums, self._sequences
+        if sums is None:
+            return Statistics()
+        if not self.needs.ntk:
+            return Statistics(norm=sums)
+        ntk = sums.sum(0)[:m, :m]
+        return Statistics(ntk=ntk, norm=ntk.diagonal() if self.needs.norm else None)
+
+
+def _in_units(size: int) -> tuple[int, int]:
+    """`units` and `UNIT` of gradients with so many elements."""
+    return (size, 1) if size % _UNIT else (size // _UNIT, _UNIT)
 
 
 def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
@@ -337,8 +398,9 @@ def _launch_norm(V, sums, first, here, finish, variant, fixed, index, overlaps):
     size, chunks = outputs * d, sums.shape[1]
     overlap, samples, named = (sums, 0, False) if overlaps is None else overlaps
     blocks = (overlap.shape[0] - samples) // (m * samples) if samples else 1
-    plan = _norm_plan(m, (samples, blocks, here, chunks), (finish, variant, named), V.dtype, V.device)
-    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, size), fixed)
+    units, unit = _in_units(size)
+    plan = _norm_plan(m, (samples, blocks, here, chunks), (unit, finish, variant, named), V.dtype, V.device)
+    launch(_norm_kernel, plan, (V, sums, overlap), (m, samples, blocks, first, chunks, index, units), fixed)
 
 
 def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, index, direction):
@@ -353,9 +415,10 @@ def _launch_ntk(V, sums, cut, programs, adds, ends, finish, variant, fixed, inde
             bias = bias.contiguous()
         if bias is not None or not weight.is_contiguous():
             layout = (weight.shape[1], *weight.stride(), bias is not None)
-    plan = _ntk_plan(cut, programs, (finish, variant), layout, dtypes, V.device)
-    tensors = (V, sums, weight, bias)
-    launch(_ntk_kernel, plan, tensors, (m, int(adds), int(ends), cut.group(programs), index, size), fixed)
+    units, unit = _in_units(size)
+    plan = _ntk_plan(cut, programs, (unit, finish, variant), layout, dtypes, V.device)
+    numbers = (m, int(adds), int(ends), cut.group(programs), index, units)
+    launch(_ntk_kernel, plan, (V, sums, weight, bias), numbers, fixed)
 
 
 @lru_cache(maxsize=4096)
@@ -368,7 +431,7 @@ def _ntk_plan(
     precision = "ieee" if dtype == torch.float64 else "tf32x3"
     group = cut.group(programs)
     part = part_of(cut.part, cut.rows**2, group)
-    shape = (cut.rows, cut.width, cut.pairs, cut.stages, group < programs, part)
+    shape = (cut.rows, cut.width, cut.pairs, cut.matrix, cut.stages, group < programs, part)
     return Plan((programs, 1, 1), (*traits, acc, precision, *shape, *layout), {"num_warps": cut.warps})
 
 
@@ -383,7 +446,7 @@ def _norm_plan(m: int, sizes: tuple[int, ...], traits: tuple, dtype: torch.dtype
 def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
     BM = power_of_two(m)
     BE = max(16, min(512, 2**12 // BM))
-    return Plan((-(-size // BE), 1, 1), (BM, BE), {"num_warps": 8})
+    return Plan((-(-size // BE), 1, 1), (_in_units(size)[1], BM, BE), {"num_warps": 8})
 
 
 def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:
@@ -393,5 +456,5 @@ def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:
     size = outputs * d
     out = V.new_empty((outputs, d), dtype=dtype)
     plan = _combine_plan(m, size, V.dtype, dtype, V.device)
-    launch(_combine_kernel, plan, (V, out, ledger.table), (m, index, size))
+    launch(_combine_kernel, plan, (V, out, ledger.table), (m, index, _in_units(size)[0]))
     return out

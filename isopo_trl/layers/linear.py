@@ -269,7 +269,8 @@ def _coefficients_by_kernels(
     if not (needs.norm or needs.ntk):
         if not needs.overlap:  # the coefficients are there already
             return entry, None
-        return row_kernels.overlap_coefficients(*given), None
+        row_kernels.overlaps(*given, finish=True)
+        return entry, None
     overlaps = row_kernels.overlaps(*given) if needs.overlap else None
     if strategy == "whole":
         V = _gradients_of(rows, sequences)

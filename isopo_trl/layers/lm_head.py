@@ -31,7 +31,7 @@ from ..geometry.statistics import (
     with_ones,
 )
 from ..kernels.coefficients import statistics_are_in_kernels
-from ..kernels.v import VSums
+from ..kernels.v import VBlocks, VSums
 from ..microbatch import Microbatch
 from ..rules.rule import Rule
 from ..trl_seam.head import (
@@ -229,7 +229,7 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         return tuple(torch.zeros_like(x) if needed else None for needed, x in parts)
 
     strategy = head_strategy(m, sequences.length, vocab, d + needs_bias, n, needs, a.device.type)
-    buffer = _buffer(ctx, a, vocab if strategy != "blocks" else block_rows(m, d + needs_bias))
+    buffer = _buffer(ctx, a, vocab)
     # Without that of the log-probabilities, there is only the entropy's
     grad: Any
     grad, grad_entropy = (None if g is None else g.to(log_z.dtype) for g in (grad_logprobs, grad_entropy))
@@ -255,7 +255,8 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
             total = tile.sum(0, dtype=accumulation_dtype(tile.dtype)) if c is None else product(tile.t(), c)[:, 0]
             grad_bias[part] = grad_bias[part] + total if add else total
 
-    sums = _HeadStatistics(a, needs_bias, sequences, samples, microbatch, strategy, microbatch.direction_of(index))
+    given = (samples, strategy, vocab, buffer.shape[1])
+    sums = _HeadStatistics(a, needs_bias, sequences, index, microbatch, *given)
     if slots is not None:
         slots.put("a", a)
     known = scaled = ones = None
@@ -280,10 +281,10 @@ def _head_gradients(ctx, grad_logprobs, grad_entropy, needs_hidden, needs_weight
         if slots is not None:
             slots.put("g", tile, part)
         V = sums.add(tile, part)
-        if V is not None and strategy == "whole":
+        if V is not None:
             formed.append((part, V))
     if known is None:
-        c = microbatch.coefficients(index, sums.result())
+        c = sums.coefficients()
         for part, V in formed:
             total = torch.einsum("m,mpd->pd", c.to(V.dtype), V)
             if grad_weight is not None:
@@ -319,8 +320,11 @@ class _HeadStatistics:
         a (`torch.Tensor`): `[N, d]`, the hidden states.
         bias (`bool`): whether a bias is trained.
         sequences, samples, strategy: as elsewhere.
-        microbatch ([`Microbatch`]): the rest.
-        direction (`tuple`, *optional*): D of the weight `[p, d]`, and of the bias `[p]`.
+        index (`int`), microbatch ([`Microbatch`]): the layer, and the rest.
+        vocab, width (`int`): of the vocabulary, and of its tiles but for the last.
+
+    Where kernels go from the gradients to the coefficients, they go by the direction, too. Elsewhere a product with
+    the tiles takes it in their type, as autocast takes a weight.
     """
 
     def __init__(
@@ -328,13 +332,17 @@ class _HeadStatistics:
         a: torch.Tensor,
         bias: bool,
         sequences: Sequences,
-        samples: Any,
+        index: int,
         microbatch: Microbatch,
+        samples: Any,
         strategy: str,
-        direction: Direction | None,
+        vocab: int,
+        width: int,
     ):
-        rule, self.needs = microbatch.rule, microbatch.needs
+        rule, self.needs, direction = microbatch.rule, microbatch.needs, microbatch.direction_of(index)
         self.sequences, self.samples, self.direction = sequences, samples, direction
+        self.index, self.microbatch = index, microbatch
+        self.blocks: VBlocks | None = None
         self.from_before = isinstance(samples, SampleRows)
         self.inputs = DenseInputs(a, bias)
         self.products: Any = 0.0
@@ -342,32 +350,60 @@ class _HeadStatistics:
         self.pairs: Any = 0.0
         self.along: Any = 0.0
         self.explicit = strategy != "ghost" and (self.needs.norm or self.needs.ntk)
+        # Outputs whose gradients are formed at once, and dropped
+        self.at_once = block_rows(sequences.count, a.shape[1] + bias) if strategy == "blocks" else None
         if self.explicit:
             self.a_padded = sequences.padded(with_ones(a, bias))
             without_overlap = self.needs._replace(overlap=False)
             kernels = statistics_are_in_kernels(a, sequences.count, 0, rule.needs)
             self.from_V = VSums(rule) if kernels else VStatistics(without_overlap, None)
+            if self.needs._replace(direction=False) == Needs(ntk=True) and microbatch.kernels_take(a):
+                tiles = [part.stop - part.start for part in _parts(vocab, width)]
+                sizes = [part.stop - part.start for tile in tiles for part in _parts(tile, self.at_once or tile)]
+                outputs = self.a_padded.shape[-1]
+                self.blocks = VBlocks([size * outputs for size in sizes], microbatch.open_entry(index))
 
     def add(self, tile: torch.Tensor, part: slice) -> torch.Tensor | None:
         """
         Take in a tile `[N, width]`, that part of the vocabulary; returns the gradients `V` `[m, width, d]` where they
-        are formed.
+        are kept.
         """
         if self.needs.overlap:
             of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
             self.products = self.products + product(of_samples, tile.t())
             self.norms = self.norms + square_norms(of_samples)
-        if self.direction is not None:  # g^T D of each row, to be taken times its input when it is whole
+        if (
+            self.direction is not None and self.blocks is None
+        ):  # g^T D of each row, to be taken times its input when it is whole
             of_part = _with_bias(self.direction, part).to(tile.dtype)
             self.along = self.along + product(tile, of_part)
-        if self.explicit:
-            V = product(self.sequences.padded(tile).transpose(1, 2), self.a_padded)
-            self.from_V.add(V)
+        if self.explicit and self.at_once is None:
+            V = self._gradients(tile)
+            self._add(V, part)
             return V
-        if self.needs.norm:
+        if self.explicit and self.at_once is not None:
+            for block in _parts(tile.shape[1], self.at_once):
+                of_vocabulary = slice(part.start + block.start, part.start + block.stop)
+                self._add(self._gradients(tile[:, block]), of_vocabulary)
+        elif self.needs.norm:
             padded = self.sequences.padded(tile)
             self.pairs = self.pairs + product(padded, padded.transpose(1, 2))
         return None
+
+    def _gradients(self, tile: torch.Tensor) -> torch.Tensor:
+        return product(self.sequences.padded(tile).transpose(1, 2), self.a_padded)
+
+    def _add(self, V: torch.Tensor, part: slice) -> None:
+        if self.blocks is None:
+            self.from_V.add(V)
+        else:
+            self.blocks.add(V, None if self.direction is None else tuple(D[part] for D in self.direction))
+
+    def coefficients(self) -> torch.Tensor:
+        """The coefficients `[m]`, when all tiles have been taken in."""
+        if self.blocks is None:
+            return self.microbatch.coefficients(self.index, self.result())
+        return self.microbatch.ledger.table[self.index, 0]
 
     def result(self) -> Statistics:
         statistics = self.from_V.result if self.explicit else Statistics()
@@ -387,6 +423,11 @@ class _HeadStatistics:
         if self.needs.norm and not self.explicit:
             statistics.norm = (self.pairs * self.inputs.within(self.sequences, slice(None))).sum((1, 2))
         return statistics
+
+
+def _parts(length: int, width: int) -> list[slice]:
+    """`length` in parts of `width`, but for the last."""
+    return [slice(start, min(start + width, length)) for start in range(0, length, width)]
 
 
 def _with_bias(direction: Direction, part: slice) -> torch.Tensor:
@@ -427,9 +468,8 @@ def _tiles(
     width = buffer.shape[1]
     grad = None if grad is None else grad.contiguous()
     of_entropy = None if grad_entropy is None else (entropy, grad_entropy.contiguous())
-    for start in range(0, vocab, width):
-        part = slice(start, min(start + width, vocab))
-        tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - start])
+    for part in _parts(vocab, width):
+        tile = torch.mm(a, weight[part].to(a.dtype).t(), out=buffer[:, : part.stop - part.start])
         if bias is not None:
             tile += bias[part].to(a.dtype)
-        yield part, logits_gradient(tile, targets, log_z, grad, of_entropy, start, ctx.kernel_args)
+        yield part, logits_gradient(tile, targets, log_z, grad, of_entropy, part.start, ctx.kernel_args)

@@ -230,7 +230,7 @@ def run_linear(given, run, rows=None, direction=None):
     overlap = V = None
     if rule.needs.overlap:
         arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.entry)
-        overlap = (linear.overlaps if explicit else linear.overlap_coefficients)(*arguments)
+        overlap = linear.overlaps(*arguments, finish=not explicit)
     if explicit:
         p, d = given.g.shape[1], given.a.shape[1] + given.bias
         rows = rows or p

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import types
 
 import pytest
@@ -83,6 +84,7 @@ def compiled(gpu, capability, monkeypatch):
     pipeline = linear._pipeline
     monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
     monkeypatch.setattr(v, "shared_memory", lambda _: launching.shared_memory(torch.device("cuda")))
+    monkeypatch.setattr(v, "has_warp_groups", lambda _: launching.has_warp_groups(torch.device("cuda")))
 
     def launch(kernel, plan, tensors, numbers, fixed=NOTHING):
         tensors += fixed.tensors
@@ -148,8 +150,7 @@ def test_kernels_compile_and_fit(compiled, rule, dtype):
     overlap = None
     explicit = rule.needs.norm or rule.needs.ntk
     if rule.needs.overlap:
-        found = linear.overlaps if explicit else linear.overlap_coefficients
-        overlap = found(g, a, True, sequences, samples, Entry(ledger, 0))
+        overlap = linear.overlaps(g, a, True, sequences, samples, Entry(ledger, 0), finish=not explicit)
         expected |= {"_overlap_kernel"}
     if explicit:
         V = tensor(m, p, d)
@@ -212,6 +213,7 @@ def test_kernels_of_many_sequences_compile_and_fit(compiled, rule):
         (90, "proma", 8),
         pytest.param(80, "spring", 64, marks=pytest.mark.slow),  # the least memory, the most sequences
         pytest.param(80, "proma", 64, marks=pytest.mark.slow),
+        pytest.param(90, "spring", 64, marks=pytest.mark.slow),  # warps that multiply together
         pytest.param(90, "spring", 8, marks=pytest.mark.slow),
         pytest.param(90, "proma", 17, marks=pytest.mark.slow),
     ],
@@ -234,6 +236,26 @@ def test_kernels_with_a_direction_compile_and_fit(compiled, rule, m):
     experts.expert_coefficients(tensor(m * 64 * k, p), tensor(m * 64 * k, d), True, routing, None, entry, tensor(E, m))
     kernels = {"_ntk_kernel", "_elementwise_kernel", "_expert_products_kernel", "_expert_coefficients_kernel"}
     assert set(compiled) == kernels
+
+
+def arrangement(program):
+    """How gradients `[32, 64]`, which a `program` fetches 16 bytes at a time, lie in shared memory."""
+    assert "0x10" in re.findall(r"cp\.async\.c.*?(0x\w+)", program.asm["ptx"])
+    (kind,) = set(re.findall(r"async_copy.*> -> <32x64xf32, (#\w+)", program.asm["ttgir"]))
+    (found,) = re.findall(rf"^{kind} = (.*)$", program.asm["ttgir"], re.MULTILINE)
+    return found
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_a_direction_leaves_gradients_in_shared_memory_as_products_of_matrices_read_them(compiled):
+    """Of any layout and type. What is arranged otherwise is read from one bank by many threads."""
+    arranged, entry, p, d = [], Entry(microbatch(make_rule("spring"), 32, 64, 0)[2], 0), 1024, 3072
+    for dtype in (torch.bfloat16, torch.float32):
+        weight, bias = tensor(p, d, dtype=dtype), tensor(p, dtype=dtype)
+        for direction in ((weight,), (weight, bias), (tensor(d, p, dtype=dtype).t(),), None):
+            v.v_coefficients(tensor(32, p, d + (direction is not None and len(direction) > 1)), entry, None, direction)
+            arranged.append(arrangement(compiled["_ntk_kernel"]))
+    assert set(arranged) == {arranged[-1]}
 
 
 @pytest.mark.parametrize("capability", [80])
@@ -328,9 +350,8 @@ def test_kernels_for_rows_from_before_compile_and_fit(compiled, dtype):
     g, a = tensor(m * T, p, dtype=dtype), tensor(m * T, d, dtype=dtype)
     samples = SampleRows(tensor(n, p, dtype=dtype), tensor(n, d, dtype=dtype))
     source = tensor(n, dtype=torch.int64)
-    linear.overlap_coefficients(
-        g, a, True, sequences, samples, Entry(ledger, 0), into=(*(samples.g, samples.inputs), source)
-    )
+    into = samples.g, samples.inputs, source
+    linear.overlaps(g, a, True, sequences, samples, Entry(ledger, 0), into, finish=True)
     fisher_rows.put({"g": samples.g, "a": samples.inputs}, {"g": g, "a": a}, source)
     fisher_rows.put({"g": tensor(n, p)}, {"g": g}, source)
     E, k = 16, 4

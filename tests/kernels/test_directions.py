@@ -128,7 +128,7 @@ def test_projections_of_gradients_in_any_number_of_blocks(m, rule, rows, dtype):
 
 
 @pytest.mark.parametrize("rule", [SPRING, PROMA], ids=named)
-@pytest.mark.parametrize(("m", "p", "d"), [(2, 130, 130), (17, 70, 121), (1, 70, 3)])
+@pytest.mark.parametrize(("m", "p", "d"), [(2, 130, 130), (17, 70, 121), (17, 80, 128), (1, 70, 3)])
 def test_projections_of_gradients_that_take_several_programs(m, p, d, rule):
     generator = torch.Generator().manual_seed(0)
     V, D = (torch.randn(*shape, p, d, generator=generator).to(DEVICE) for shape in ((m,), ()))
@@ -141,7 +141,11 @@ def test_projections_of_gradients_that_take_several_programs(m, p, d, rule):
     run.check(Statistics(ntk=ntk, projection=along), STATISTIC[torch.float32])
 
 
-@pytest.mark.parametrize(("m", "changes"), [(3, {}), (3, {"pairs": False, "rows": 16, "warps": 1}), (17, {})], ids=str)
+@pytest.mark.parametrize(
+    ("m", "changes"),
+    [(3, {}), (3, {"pairs": False, "rows": 16, "warps": 1}), (17, {}), (17, {"matrix": False})],
+    ids=str,
+)
 def test_projections_do_not_depend_on_how_the_kernel_between_sequences_is_cut(m, changes):
     """In two levels, with blocks of unequal size, the last of which leaves some programs without any work."""
     given, generator = batch(m, 1, 1, 1, 1), torch.Generator().manual_seed(m)

@@ -61,7 +61,7 @@ def test_overlaps_with_rows_from_before_are_those_of_plain_pytorch(shape, dtype)
     names, own = names_of(n, m)
     run = Run.of(given, FISHER, names=names)
     arguments = (given.g, given.a, given.bias, given.sequences, samples, run.entry)
-    linear.overlap_coefficients(*arguments)
+    linear.overlaps(*arguments, finish=True)
     result, _, _ = linear.overlaps(*arguments)
     expected = replace(plain(given, samples, FISHER.needs)[0], own=own)
     close(result[:n], expected.sample_norm, STATISTIC[dtype])
@@ -79,10 +79,10 @@ def test_what_measures_a_layer_also_keeps_its_rows(shape, slots):
     empty = [torch.full((len(numbers), x.shape[1]), 7.0, device=DEVICE, dtype=EXACT) for x in (given.g, given.a)]
     run, alone = Run.of(given, FISHER), Run.of(given, FISHER)
     arguments = (given.g, given.a, given.bias, given.sequences, samples)
-    linear.overlap_coefficients(*arguments, alone.entry)
+    linear.overlaps(*arguments, alone.entry, finish=True)
     for entry in (run.entry, alone.entry):  # also behind a layer of the same shape that keeps none
         found = [x.clone() for x in empty]
-        linear.overlap_coefficients(*arguments, entry, into=(*found, source.numbers))
+        linear.overlaps(*arguments, entry, into=(*found, source.numbers), finish=True)
         for x, own, kept in zip((given.g, given.a), empty, found, strict=True):
             expected = own.clone()
             source.put(expected, x)

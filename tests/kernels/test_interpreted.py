@@ -57,6 +57,12 @@ ORACLE = {
     "test_packed_sequences_give_the_same_gradient_as_padded_ones": ["fisher"],
 }
 EXPERTS = {"test_every_expert_and_router_has_the_gradient_of_the_definition": ["gpt_oss-fig4"]}  # with biases
+HEAD = {
+    "test_the_chunked_head_has_the_gradient_of_the_definition": [
+        "interacting-blocks-scored rows-bias",
+        "interacting-whole-all rows-",
+    ],
+}
 UNSCALED = {"test_unscaled_term_where_only_some_parameters_are_trained": ["layers.1"]}  # half of a model
 KEPT_ROWS = {  # samples from before
     "test_gradient_is_the_definition_with_the_rows_of_the_step_before": [
@@ -77,9 +83,10 @@ LEFT = "test_the_kernels_find_its_statistics_and_leave_its_formula_to_pytorch"
 PARTS = {
     "gradients/test_oracle": ORACLE,
     "layers/test_experts": EXPERTS,
+    "layers/test_lm_head": HEAD,
     "gradients/test_unscaled": UNSCALED,
     "rules/test_own_rule": OWN_RULE,
-    "rules/test_spring": {STEPS: ["trainer, LoRA, checkpointing"]},
+    "rules/test_spring": {STEPS: ["trainer, LoRA, checkpointing", "trainer, full, tied"]},
     "rules/test_proma": {STEPS: ["by hand, full, tied"]},
     "layers/test_fisher_rows": KEPT_ROWS,
 }

@@ -277,7 +277,7 @@ def test_no_two_combinations_of_types_and_constants_share_a_plan(monkeypatch):
             for bias in (True, False):
                 if rule.needs.overlap:
                     arguments = (given.sequences, given.samples, Entry(ledger, 0))
-                    linear.overlap_coefficients(g, a, bias, *arguments)
+                    linear.overlaps(g, a, bias, *arguments, finish=True)
                     overlap = linear.overlaps(g, a, bias, *arguments)
             V = torch.zeros(m, d, 3, device=DEVICE)
             if rule.needs.norm or rule.needs.ntk:

@@ -44,7 +44,7 @@ def test_norms_and_kernels_of_gradients_in_any_number_of_blocks(m, rule, rows, d
 
 
 @pytest.mark.parametrize("rule", [EUCLIDEAN, INTERACTING], ids=named)
-@pytest.mark.parametrize(("m", "p", "d"), [(2, 130, 130), (17, 70, 121), (5, 1, 16384), (1, 70, 3)])
+@pytest.mark.parametrize(("m", "p", "d"), [(2, 130, 130), (17, 70, 121), (17, 80, 128), (5, 1, 16384), (1, 70, 3)])
 def test_gradients_that_take_several_programs(m, p, d, rule):
     """More than 2^13 elements, a multiple of that and not; blocks of unequal size; with a ledger and without one."""
     generator = torch.Generator().manual_seed(0)

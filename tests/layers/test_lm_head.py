@@ -116,7 +116,7 @@ def check(rule, compact, bias, **settings):
 def test_the_chunked_head_has_the_gradient_of_the_definition(rule, strategy, compact, bias, monkeypatch):
     monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
     monkeypatch.setattr(lm_head, "_TILE", 50)  # several tiles over the vocabulary
-    monkeypatch.setattr(cost, "WHOLE_LIMIT", 70)
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 40)  # and several blocks of a tile
     check(rule, compact, bias)
 
 
@@ -395,6 +395,21 @@ def test_tokens_times_vocabulary_never_exists(strategy, rule, limit, monkeypatch
     assert (rows, width) in shapes and (rows, width + 1) not in shapes
     # Without a limit it would, and this test would see it
     assert whole(tensors_of_a_backward(chunk=2**16, tile=2**27))
+
+
+def test_logits_are_made_at_once_where_gradients_of_sequences_are_formed_in_narrow_blocks(monkeypatch):
+    """Else a microbatch of many sequences, whose blocks are narrow, would make many times the launches."""
+    monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: "blocks")
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 2 * B * HIDDEN)
+    model, hidden, targets, _ = example(bias=False)
+    isopo = ISOPO(model, "interacting")
+    with isopo.microbatch(ADVANTAGES, attention_mask=ATTENTION, completion_mask=SCORED):
+        leaf = hidden.flatten(0, 1).requires_grad_()
+        loss = chunked_logps(leaf, model.lm_head, targets.flatten(), chunk=2**16).sum()
+        with Shapes() as seen:
+            loss.backward()
+    assert (targets.numel(), VOCABULARY) in seen.shapes
+    assert (B, 2, HIDDEN) in seen.shapes and (B, VOCABULARY, HIDDEN) not in seen.shapes
 
 
 @pytest.mark.parametrize("rows", [1, 301, 4097, 7801, 2**27 // 100])
