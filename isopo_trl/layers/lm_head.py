@@ -372,9 +372,8 @@ class _HeadStatistics:
             of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
             self.products = self.products + product(of_samples, tile.t())
             self.norms = self.norms + square_norms(of_samples)
-        if (
-            self.direction is not None and self.blocks is None
-        ):  # g^T D of each row, to be taken times its input when it is whole
+        if self.direction is not None and self.blocks is None:
+            # g^T D of each row, to be taken times its input when it is whole
             of_part = _with_bias(self.direction, part).to(tile.dtype)
             self.along = self.along + product(tile, of_part)
         if self.explicit and self.at_once is None:
