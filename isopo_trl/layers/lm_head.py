@@ -376,11 +376,11 @@ class _HeadStatistics:
             # g^T D of each row, to be taken times its input when it is whole
             of_part = _with_bias(self.direction, part).to(tile.dtype)
             self.along = self.along + product(tile, of_part)
-        if self.explicit and self.at_once is None:
-            V = self._gradients(tile)
-            self._add(V, part)
-            return V
-        if self.explicit and self.at_once is not None:
+        if self.explicit:
+            if self.at_once is None:
+                V = self._gradients(tile)
+                self._add(V, part)
+                return V
             for block in _parts(tile.shape[1], self.at_once):
                 of_vocabulary = slice(part.start + block.start, part.start + block.stop)
                 self._add(self._gradients(tile[:, block]), of_vocabulary)

@@ -86,7 +86,10 @@ PARTS = {
     "layers/test_lm_head": HEAD,
     "gradients/test_unscaled": UNSCALED,
     "rules/test_own_rule": OWN_RULE,
-    "rules/test_spring": {STEPS: ["trainer, LoRA, checkpointing", "trainer, full, tied"]},
+    "rules/test_spring": {
+        STEPS: ["trainer, LoRA, checkpointing", "trainer, full, tied"],
+        "test_the_head_takes_its_part_of_the_direction_with_each_part_of_the_vocabulary": ["blocks"],
+    },
     "rules/test_proma": {STEPS: ["by hand, full, tied"]},
     "layers/test_fisher_rows": KEPT_ROWS,
 }

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from isopo_trl import ISOPO
+from isopo_trl.geometry import cost
+from isopo_trl.layers import lm_head
 from isopo_trl.rules import Spring, make_rule
 from isopo_trl.rules.rule import KernelForm
 from isopo_trl.step_size.completion_length import AUTO, AUTO_PLAIN
@@ -80,6 +82,16 @@ def test_steps_of_several_microbatches_are_the_definition(name, tmp_path, float6
         for p in phi:
             p.grad.mul_(0.1)  # clipping, which the direction does not see
         run.isopo.step()
+
+
+@pytest.mark.parametrize("strategy", ["whole", "blocks"])
+def test_the_head_takes_its_part_of_the_direction_with_each_part_of_the_vocabulary(
+    strategy, tmp_path, float64_throughout, monkeypatch
+):
+    monkeypatch.setattr(lm_head, "choose_strategy", lambda *_: strategy)
+    monkeypatch.setattr(lm_head, "_TILE", 70)  # several tiles over the vocabulary
+    monkeypatch.setattr(cost, "WHOLE_LIMIT", 100)  # and several blocks of a tile
+    test_steps_of_several_microbatches_are_the_definition("trainer, full, tied", tmp_path, float64_throughout)
 
 
 def test_two_ways_to_the_momentum_and_a_step_that_was_broken_off(float64_throughout):
