@@ -5,6 +5,7 @@ Launching: which tensors the kernels can take, and how a kernel is started witho
 """
 
 import inspect
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,6 +55,11 @@ def shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 2**16)
+
+
+def processors(device: torch.device) -> float:
+    """How many programs run side by side, at least; more than there can be, where one runs after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else math.inf
 
 
 def has_warp_groups(device: torch.device) -> bool:

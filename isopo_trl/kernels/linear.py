@@ -14,11 +14,12 @@ import torch
 from ..geometry.sequences import SampleRows, Samples, Sequences
 from .coefficients import TABLE_ROWS, Entry, Overlaps, _finish, tiles
 from .fisher_rows import _KEEP, Into, _copy
-from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, shared_memory, tl, types_of
+from .launch import Fixed, Plan, jit, launch, part_of, power_of_two, processors, shared_memory, tl, types_of
 
 
-# Rows that a program multiplies at once with samples
-_ROWS = 64
+# Rows that a program multiplies at once with samples: the more, the less often these are read, if there are programs
+# for nearly all of the GPU
+_ROWS = (128, 64)
 # Elements of a row that a program reads at once, for its norm or a copy
 _LARGE_BLOCK = 4096
 
@@ -198,12 +199,18 @@ def _pipeline(dtype: torch.dtype, device: torch.device, rows: int) -> tuple[int,
 
 
 def _steps(
-    P: int, D: int, dtype: torch.dtype, device: torch.device, rows: int
+    P: int, D: int, dtype: torch.dtype, device: torch.device, rows: int, warps: int = 4
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Widths of steps over features of cotangents and inputs where so many rows are multiplied, and the options."""
     width, stages = _pipeline(dtype, device, rows)
     widths = (min(width, max(16, power_of_two(P))), min(width, max(16, power_of_two(D))))
-    return widths, {"num_warps": 4, "num_stages": stages}
+    return widths, {"num_warps": warps, "num_stages": stages}
+
+
+def _rows(m: int, T: int, device: torch.device) -> int:
+    """How many rows of `m` sequences of length T a program multiplies at once with samples."""
+    most, fewer = _ROWS
+    return most if m * -(-T // most) >= 0.9 * processors(device) else fewer
 
 
 def _row_blocks(P: int, D: int) -> tuple[int, int]:
@@ -225,10 +232,11 @@ def _overlap_plan(
     """`shape` has features and strides of rows, `of_rows` what is asked where samples are rows from before."""
     m, T, n = sizes
     P, D = shape[:2]
-    blocks = -(-T // _ROWS)
+    rows = _rows(m, T, device)
+    blocks = -(-T // rows)
     BM, BN, BB = tiles(m, n, blocks)
-    widths, options = _steps(P, D, dtype, device, _ROWS + BN)
-    constants = (*shape, *traits, *types_of(dtype), _ROWS, BN, *widths, BM, BB)
+    widths, options = _steps(P, D, dtype, device, rows + BN, warps=8)
+    constants = (*shape, *traits, *types_of(dtype), rows, BN, *widths, BM, BB)
     if of_rows:
         constants += (*of_rows, *_row_blocks(P, D))
     return Plan((blocks, m, -(-n // BN)), constants, options)

@@ -45,6 +45,8 @@ from .launch import (
 _V_CHUNK = 2**13
 # UNIT, where a gradient has a multiple of so many elements
 _UNIT = 16
+# Gradients that a program of their sum reads at once, and elements of each
+_TOGETHER, _ALONG = 8, 512
 # Programs whose sums the last one of them adds by itself
 _FEW_PROGRAMS = 32
 
@@ -127,6 +129,19 @@ def _elements(weight, bias, e, size, ACC, D, ROW, COLUMN, BIAS):
     return values
 
 
+@jit()
+def _half_of_products(v, BM):
+    """
+    `S` `[BM, BM]` such that `v v^T = S + S^T`, as exact as `tf32x3`, by two products instead of three: where `h` is
+    `v` cut off to what TF32 holds, and `l` the rest, `h h^T / 2 + l h^T`.
+
+    It begins at zero each time: sums in the hardware's products are cut off, not rounded, and would fall behind.
+    """
+    h = (v.to(tl.int32, bitcast=True) & -(2**13)).to(tl.float32, bitcast=True)
+    rest = tl.dot(v - h, tl.trans(h), tl.zeros((BM, BM), tl.float32), input_precision="tf32")
+    return tl.dot(0.5 * h, tl.trans(h), rest, input_precision="tf32")
+
+
 @jit(do_not_specialize=["m", "adds", "ends", "group", "index", "units"])
 def _ntk_kernel(
     V, sums, weight, bias,
@@ -181,13 +196,18 @@ def _ntk_kernel(
         for start in tl.range(chunk * BK, size, chunks * BK, num_stages=STAGES):
             e = start + k
             v = tl.load(V + rows[:, None] + e[None, :], mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
-            ntk = tl.dot(v, tl.trans(v), ntk, input_precision=PRECISION)
+            if PRECISION == "tf32x3":
+                ntk += _half_of_products(v, BM)
+            else:
+                ntk = tl.dot(v, tl.trans(v), ntk, input_precision=PRECISION)
             if VARIANT & DIRECTION:
                 if MATRIX:
                     along = tl.dot(v, tl.where(one, ahead[:, None], 0.0), along, input_precision=PRECISION)
                 else:
                     along += v * ahead[None, :]
                 ahead = _elements(weight, bias, e + chunks * BK, size, ACC, D, ROW, COLUMN, BIAS)
+        if PRECISION == "tf32x3":
+            ntk += tl.trans(ntk)
         if VARIANT & DIRECTION:
             if MATRIX:
                 along = tl.where(one, along, 0.0)
@@ -240,13 +260,16 @@ def _combine_kernel(
     m, index, units,
     UNIT: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
+    """A few gradients at a time, so that the threads of a program lie along one, and each adds up its own elements."""
     size = units * UNIT
-    s = tl.arange(0, BM)
     e = tl.program_id(0) * BE + tl.arange(0, BE)
-    c = tl.load(table + index * TABLE_ROWS * m + s, mask=s < m, other=0.0)
-    at = s.to(tl.int64)[:, None] * size + e[None, :]
-    v = tl.load(V + at, mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
-    total = tl.sum(v * c.to(v.dtype)[:, None], 0)
+    total = tl.zeros((BE,), V.dtype.element_ty)
+    for start in range(0, m, BM):
+        s = start + tl.arange(0, BM)
+        c = tl.load(table + index * TABLE_ROWS * m + s, mask=s < m, other=0.0)
+        at = s.to(tl.int64)[:, None] * size + e[None, :]
+        v = tl.load(V + at, mask=(s < m)[:, None] & (e < size)[None, :], other=0.0)
+        total += tl.sum(v * c.to(v.dtype)[:, None], 0)
     tl.store(out + e, total.to(out.dtype.element_ty), mask=e < size)
 
 
@@ -444,9 +467,8 @@ def _norm_plan(m: int, sizes: tuple[int, ...], traits: tuple, dtype: torch.dtype
 
 @lru_cache(maxsize=4096)
 def _combine_plan(m: int, size: int, of_V: torch.dtype, dtype: torch.dtype, device: torch.device) -> Plan:
-    BM = power_of_two(m)
-    BE = max(16, min(512, 2**12 // BM))
-    return Plan((-(-size // BE), 1, 1), (_in_units(size)[1], BM, BE), {"num_warps": 8})
+    BM = min(power_of_two(m), _TOGETHER)
+    return Plan((-(-size // _ALONG), 1, 1), (_in_units(size)[1], BM, _ALONG))
 
 
 def combined(V: torch.Tensor, c: Entry, dtype: torch.dtype) -> torch.Tensor:

@@ -370,7 +370,8 @@ class _HeadStatistics:
         """
         if self.needs.overlap:
             of_samples = self.samples.g[:, part] if self.from_before else self.samples.of(tile)
-            self.products = self.products + product(of_samples, tile.t())
+            # Samples last: rows of any number of tokens would not begin at multiples of 16 bytes
+            self.products = self.products + product(tile, of_samples.t()).t()
             self.norms = self.norms + square_norms(of_samples)
         if self.direction is not None and self.blocks is None:
             # g^T D of each row, to be taken times its input when it is whole

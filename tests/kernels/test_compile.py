@@ -57,6 +57,9 @@ def has_assembler():
 pytestmark = pytest.mark.skipif(not has_assembler(), reason="Triton has no assembler for NVIDIA GPUs here")
 
 
+# Of an H200
+PROCESSORS = 132
+
 # Compiling takes seconds a kernel: a few combinations every time, the others with `-m slow`
 QUICK = {(90, "fisher", torch.bfloat16), (80, "interacting", torch.float32)}
 COMBINATIONS = [
@@ -83,6 +86,7 @@ def compiled(gpu, capability, monkeypatch):
     found = {}
     pipeline = linear._pipeline
     monkeypatch.setattr(linear, "_pipeline", lambda dtype, _, rows: pipeline(dtype, torch.device("cuda"), rows))
+    monkeypatch.setattr(linear, "processors", lambda _: PROCESSORS)
     monkeypatch.setattr(v, "shared_memory", lambda _: launching.shared_memory(torch.device("cuda")))
     monkeypatch.setattr(v, "has_warp_groups", lambda _: launching.has_warp_groups(torch.device("cuda")))
 
@@ -178,6 +182,19 @@ def test_the_steps_under_way_over_the_features_fit_with_the_largest_block_of_sam
     g = tensor(128, 4096, dtype=dtype)
     linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0))
     assert compiled["_overlap_kernel"].metadata.shared > 2**15  # there is something under way
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(90, torch.bfloat16), pytest.param(80, torch.float32, marks=pytest.mark.slow)], ids=str
+)
+def test_overlaps_of_many_rows_compile_and_fit(compiled, dtype):
+    shared = []
+    for m in (8, PROCESSORS // 4):  # the more there are, the more at once
+        sequences, samples, ledger = microbatch(RULES["fisher"], m, 512, 64)
+        g = tensor(m * 512, 4096, dtype=dtype)
+        linear.overlaps(g, g, False, sequences, samples, Entry(ledger, 0), finish=True)
+        shared.append(compiled["_overlap_kernel"].metadata.shared)
+    assert shared[0] != shared[1]
 
 
 @pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])

@@ -70,6 +70,24 @@ def test_overlaps_and_norms_of_samples_are_those_of_the_rows(shape, dtype):
     assert torch.equal(unfinished.ledger.table, before) and not unfinished.ledger.counter.any()
 
 
+@pytest.mark.parametrize("shape", [(3, 130, 33, 5, 64), (2, 65, 130, 5, 5)], ids=str)
+def test_overlaps_are_the_same_by_more_rows_at_once(shape, monkeypatch):
+    given = batch(*shape, bias=True, dtype=EXACT)
+    expected, _ = plain_statistics(given, FISHER.needs, "ghost")
+    blocks = []
+    for side_by_side in (1, 10**6):
+        monkeypatch.setattr(linear, "processors", lambda _, number=side_by_side: number)
+        linear._overlap_plan.cache_clear()
+        run = Run.of(given, FISHER)
+        arguments = (given.g, given.a, given.bias, given.sequences, given.samples, run.entry)
+        found = linear.overlaps(*arguments, finish=True)
+        blocks.append(found.sums.numel())
+        run.check(expected, STATISTIC[EXACT])
+        close(found.statistics(shape[0])[0], expected.overlap, STATISTIC[EXACT])
+    linear._overlap_plan.cache_clear()
+    assert blocks[0] < blocks[1]
+
+
 def test_other_samples_of_the_same_shapes_are_not_taken_for_those_before():
     given = batch(3, 7, 5, 4, 6)
     other = replace(given, samples=Samples(given.samples.rows.flip(0), given.samples.absent.flip(0)))

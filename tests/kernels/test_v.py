@@ -107,7 +107,19 @@ def test_every_program_has_a_counter_among_those_of_a_ledger():
             assert groups < COUNTERS and cut.sums(programs) <= programs + groups
 
 
-@pytest.mark.parametrize("m", [1, 3, 8, 17])
+@pytest.mark.parametrize("m", [17, 64])
+def test_long_sums_between_sequences_are_rounded_not_cut_off(m, monkeypatch):
+    """By one program, in float32: what a GPU's products add up by themselves loses part of a bit each time."""
+    monkeypatch.setattr(v, "_tiling_of", lambda *_: v.tiling(m, 4, 2**16)._replace(programs=1))
+    V = torch.rand(m, 2**8, 2**8, generator=torch.Generator().manual_seed(m)).to(DEVICE)
+    sums = v.VSums(INTERACTING)
+    sums.add(V)
+    found, rows = sums.result.ntk, V.double().flatten(1)
+    close(found, rows @ rows.T, 1e-5)
+    assert torch.equal(found, found.T)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 17, 40])
 @pytest.mark.parametrize(("p", "d"), [(1, 1), (5, 33), (16, 16), (33, 130)])
 def test_combined_is_the_sum_of_gradients_with_their_coefficients(m, p, d):
     dtype = torch.float64 if INTERPRET else torch.float32
