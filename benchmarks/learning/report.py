@@ -71,7 +71,7 @@ RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
 STALE_METHODS = ("stale_grpo", "stale_methods", "stale_methods_clipped")
 PLAIN_REINFORCE = "plain_reinforce"
-DIRECTIONS = ("directions", "directions_shorter", "directions_proma", "directions_lambda")
+DIRECTIONS = ("directions", "directions_shorter", "directions_seeds", "directions_proma", "directions_lambda")
 TASKS, TASK_TARGETS, RESUMED = "tasks", "tasks_targets", "resumed"
 TASK_RATES, TASK_GRPO = "rates_tasks", "tasks_grpo"
 # With the runs of a task that is not gone on with
