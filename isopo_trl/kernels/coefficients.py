@@ -199,6 +199,32 @@ def _is_last(counter, total):
 
 
 @jit()
+def _sum_of_parts(sums, first, count, place, BM, BC):
+    """The sum of `count` tiles `[BM, BM]` that programs have written, from `first` on, in their order."""
+    total = tl.zeros((BM, BM), tl.float64)
+    for start in range(0, count, BC):
+        part = start + tl.arange(0, BC)
+        at = (first + part)[:, None, None] * BM * BM + place[None, :, :]
+        inside = (part < count)[:, None, None] & (place >= 0)[None, :, :]
+        values = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
+        total += tl.sum(values.to(tl.float64), 0)
+    return total
+
+
+@jit()
+def _sum_of_rows(sums, first, count, BM, BC):
+    """The same of rows `[BM]`."""
+    s = tl.arange(0, BM)
+    total = tl.zeros((BM,), tl.float64)
+    for start in range(0, count, BC):
+        part = start + tl.arange(0, BC)
+        at = (first + part)[:, None] * BM + s[None, :]
+        values = tl.load(sums + at, mask=(part < count)[:, None] & (s >= 0)[None, :], other=0.0, cache_modifier=".cg")
+        total += tl.sum(values.to(tl.float64), 0)
+    return total
+
+
+@jit()
 def _fisher_square(partial, norms, names, m, n, blocks, NAMED, BM, BB, BN):
     """
     `F_s^2` `[BM]` from overlaps `partial` `[m, blocks, n]`, to be added over the blocks, and the squared norms of the

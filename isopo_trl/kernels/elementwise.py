@@ -19,13 +19,17 @@ from .coefficients import (
     _interacting,
     _is_last,
     _non_interacting,
+    _sum_of_parts,
+    _sum_of_rows,
     tiles,
 )
-from .launch import Plan, jit, launch, power_of_two, tl, types_of
+from .launch import Plan, jit, launch, part_of, power_of_two, tl, types_of
 
 
 _FEATURE_BLOCK = 64
 MOST_FEATURES = _FEATURE_BLOCK * (COUNTERS - 1)
+# Numbers that the last program takes at once: it waits for memory each time, and more would not fit its registers
+_LAST = 2**12
 
 
 @jit(do_not_specialize=["m", "T", "n", "index", "splits", "parts"])
@@ -36,6 +40,7 @@ def _elementwise_kernel(
     D: tl.constexpr, SUMMED: tl.constexpr, STORE: tl.constexpr, NAMED: tl.constexpr, VARIANT: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BB: tl.constexpr,
+    BC: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """
     Everything of one elementwise parameter: three levels. Programs add up rows (unless that is done: `SUMMED`); the
@@ -118,37 +123,40 @@ def _elementwise_kernel(
         if _is_last(counter, blocks):
             book = table, advantages, history, settings
             if VARIANT & NTK:
-                kernel = tl.zeros((BM, BM), tl.float64)
-                for b in range(blocks):
-                    place = b * BM * BM + q[:, None] * BM + q[None, :]
-                    kernel += tl.load(ntk + place, cache_modifier=".cg")
-                projected = tl.zeros((BM,), tl.float64)
+                kernel = _sum_of_parts(ntk, 0, blocks, q[:, None] * BM + q[None, :], BM, BC)
+                projected = kernel
                 if VARIANT & DIRECTION:
-                    for b in range(blocks):
-                        projected += tl.load(projections + b * BM + q, cache_modifier=".cg")
+                    projected = _sum_of_rows(projections, 0, blocks, BM, BC * BM)
                 _interacting(kernel, projected, m, index, book, BM, VARIANT, ACC)
             if VARIANT & (OVERLAP | NORM):
                 fisher_square = tl.zeros((BM,), tl.float64)
                 norm_square = tl.zeros((BM,), tl.float64)
                 informed = True
                 if VARIANT & NORM:
-                    for b in range(blocks):
-                        norm_square += tl.load(square + q * blocks + b, mask=q < m, other=0.0, cache_modifier=".cg")
+                    for first in range(0, blocks, BO):
+                        b = first + tl.arange(0, BO)
+                        there = (q < m)[:, None] & (b < blocks)[None, :]
+                        place = q[:, None] * blocks + b[None, :]
+                        values = tl.load(square + place, mask=there, other=0.0, cache_modifier=".cg")
+                        norm_square += tl.sum(values.to(tl.float64), 1)
                 if VARIANT & OVERLAP:
                     # The samples' norms, added over the blocks, take the place of the first block's
                     for first in range(0, n, BN):
                         j = first + tl.arange(0, BN)
                         weight = tl.zeros((BN,), ACC)
-                        for b in range(blocks):
-                            weight += tl.load(norms + b * n + j, mask=j < n, other=0.0, cache_modifier=".cg")
+                        for start in range(0, blocks, BB):
+                            b = start + tl.arange(0, BB)
+                            there = (b < blocks)[:, None] & (j < n)[None, :]
+                            place = b[:, None] * n + j[None, :]
+                            weight += tl.sum(tl.load(norms + place, mask=there, other=0.0, cache_modifier=".cg"), 0)
                         tl.store(norms + j, weight, mask=j < n)
                     tl.debug_barrier()
                     fisher_square, informed = _fisher_square(partial, norms, names, m, n, blocks, NAMED, BM, BB, BN)
                 _non_interacting(fisher_square, informed, norm_square, m, index, book, BM, VARIANT, ACC)
             tl.debug_barrier()
             c = tl.load(table + index * TABLE_ROWS * m + q, mask=q < m, other=0.0, cache_modifier=".cg")
-            for start in range(0, D, BD):
-                e = start + tl.arange(0, BD)
+            for start in range(0, D, BO):
+                e = start + tl.arange(0, BO)
                 mask = (q < m)[:, None] & (e < D)[None, :]
                 values = tl.load(V + q[:, None] * D + e[None, :], mask=mask, other=0.0, cache_modifier=".cg")
                 result = tl.sum(values * c.to(ACC)[:, None], 0)
@@ -164,7 +172,7 @@ def _elementwise_plan(
     m, T, n, D = sizes
     BD = min(max(16, power_of_two(D)), _FEATURE_BLOCK)
     blocks = -(-D // BD)
-    BM, BN, BB = tiles(m, n, blocks)
+    BM, BN, _ = tiles(m, n, blocks)
     BM = max(16, BM)
     splits = max(1, min(1024 // (m * blocks), T // 256))
     acc, _ = types_of(dtypes[0])
@@ -172,8 +180,10 @@ def _elementwise_plan(
     size = (m + 1) * D + blocks * of_block
     precision = "ieee" if acc == tl.float64 else "tf32x3"
     summed = traits[0]
-    constants = (D, *traits, acc, precision, 64, BD, BM, BN, BB)
-    return Plan((blocks, 1, 1) if summed else (blocks, splits, m), constants), splits, size
+    BB, BC, BO = part_of(_LAST, BM * BN, blocks), part_of(_LAST, BM**2, blocks), max(16, _LAST // BM)
+    constants = (D, *traits, acc, precision, 64, BD, BM, BN, BB, BC, BO)
+    grid = (blocks, 1, 1) if summed else (blocks, splits, m)
+    return Plan(grid, constants, {"num_warps": 8}), splits, size
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,8 @@ from .coefficients import (
     _interacting,
     _is_last,
     _non_interacting,
+    _sum_of_parts,
+    _sum_of_rows,
     tiles,
     variant_of,
 )
@@ -82,32 +84,6 @@ def _norm_kernel(
                 fisher_square, informed = _fisher_square(norms + n, norms, names, m, n, blocks, NAMED, BM, BB, BN)
             book = table, advantages, history, settings
             _non_interacting(fisher_square, informed, norm_square, m, index, book, BM, VARIANT, ACC)
-
-
-@jit()
-def _sum_of_parts(sums, first, count, place, BM, BC):
-    """The sum of `count` tiles `[BM, BM]` that programs have written, from `first` on, in their order."""
-    total = tl.zeros((BM, BM), tl.float64)
-    for start in range(0, count, BC):
-        part = start + tl.arange(0, BC)
-        at = (first + part)[:, None, None] * BM * BM + place[None, :, :]
-        inside = (part < count)[:, None, None] & (place >= 0)[None, :, :]
-        values = tl.load(sums + at, mask=inside, other=0.0, cache_modifier=".cg")
-        total += tl.sum(values.to(tl.float64), 0)
-    return total
-
-
-@jit()
-def _sum_of_rows(sums, first, count, BM, BC):
-    """The same of rows `[BM]`."""
-    s = tl.arange(0, BM)
-    total = tl.zeros((BM,), tl.float64)
-    for start in range(0, count, BC):
-        part = start + tl.arange(0, BC)
-        at = (first + part)[:, None] * BM + s[None, :]
-        values = tl.load(sums + at, mask=(part < count)[:, None] & (s >= 0)[None, :], other=0.0, cache_modifier=".cg")
-        total += tl.sum(values.to(tl.float64), 0)
-    return total
 
 
 @jit()
