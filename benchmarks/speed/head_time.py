@@ -45,7 +45,11 @@ def counter() -> FlopCounterMode:
     def added(total, x, y, *_, **__):
         return 2 * x[0] * x[1] * y[1]
 
-    own = {torch.ops.aten.addmm_: added, torch.ops.aten.addmm: added}
+    def batched(x, y, *_, **__):
+        return 2 * x[0] * x[1] * x[2] * y[2]
+
+    # PyTorch's own formula for `bmm` does not take a type of the result
+    own = {torch.ops.aten.addmm_: added, torch.ops.aten.addmm: added, torch.ops.aten.bmm: batched}
     return FlopCounterMode(display=False, custom_mapping=own)
 
 
