@@ -57,6 +57,15 @@ def test_an_elementwise_parameter_has_its_gradient_in_every_type(rule, dtype):
     check_elementwise(given, Run.of(given, rule))
 
 
+@pytest.mark.parametrize("rule", [FISHER, EUCLIDEAN, FIG4, INTERACTING], ids=named)
+def test_many_blocks_are_added_in_several_steps(rule, monkeypatch):
+    monkeypatch.setattr(elementwise, "_LAST", 2**8)
+    elementwise._elementwise_plan.cache_clear()
+    given = batch(3, 2, 1100, 1, 5)
+    check_elementwise(given, Run.of(given, rule))
+    elementwise._elementwise_plan.cache_clear()
+
+
 @pytest.mark.parametrize("out", DTYPES, ids=str)
 def test_an_elementwise_gradient_comes_in_the_type_of_the_parameter(out):
     given = batch(3, 7, 5, 1, 4)
