@@ -275,6 +275,15 @@ def test_a_direction_leaves_gradients_in_shared_memory_as_products_of_matrices_r
     assert set(arranged) == {arranged[-1]}
 
 
+@pytest.mark.parametrize("capability", [90])
+@pytest.mark.parametrize("rule", ["spring", "proma"])
+def test_elementwise_parameters_with_a_direction_compile_and_fit(compiled, rule):
+    sequences, _, ledger = microbatch(make_rule(rule), 8, 1024, 0)
+    rows, direction = tensor(8 * 1024, 1024, dtype=torch.bfloat16), (tensor(1024, dtype=torch.bfloat16),)
+    elementwise.elementwise_gradient(rows, sequences, None, Entry(ledger, 0), rows.dtype, direction=direction)
+    assert set(compiled) == {"_elementwise_kernel"}
+
+
 @pytest.mark.parametrize("capability", [80])
 def test_without_a_direction_spring_is_the_program_of_interacting(compiled):
     made = []
