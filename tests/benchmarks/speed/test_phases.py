@@ -88,14 +88,27 @@ def test_the_figure_is_made_of_the_file_alone(phases, tmp_path, capsys):
     assert phases.run(options, []) == report
 
 
-def test_every_phase_of_a_run_is_found(phases, tmp_path):
+@pytest.fixture
+def small(tmp_path):
+    """Arguments of a run with a tiny model and problems."""
     tiny.save(tmp_path / "model", "qwen3")
     rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(9)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     sizes = ["--completions", "4", "--generations", "2", "--microbatch", "2", "--max-tokens", "4"]
     where = ["--model", str(tmp_path / "model"), "--data", str(tmp_path), "--no-vllm"]
-    options = phases.parse([*where, *sizes, "--steps", "2", "--warm-up", "0", "--steps-per-generation", "2"])
+    return [*where, *sizes, "--steps", "2", "--warm-up", "0", "--steps-per-generation", "2"]
+
+
+def test_methods_that_start_together_train_in_turns(phases, small, tmp_path, capfd):
+    phases.main([*small, "--methods", "none", "grpo", "--together", "--output", str(tmp_path / "phases.json")])
+    steps = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if ", step " in line]
+    assert steps == [f"{method}, step {step}" for method in ("none", "grpo") for step in (1, 2)]
+    assert list(json.loads((tmp_path / "phases.json").read_text())["methods"]) == ["none", "grpo"]
+
+
+def test_every_phase_of_a_run_is_found(phases, small):
+    options = phases.parse(small)
     figures = phases.train("grpo", options)
     first, second = figures["steps"]
     without_vllm = set(phases.PHASES) - {"weight sync"}
