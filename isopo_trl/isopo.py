@@ -175,6 +175,7 @@ class ISOPO:
         attention_mask: torch.Tensor | None = None,
         sequence_ids: torch.Tensor | None = None,
         completion_mask: torch.Tensor | None = None,
+        first_scored: torch.Tensor | None = None,
         loss_scale: float = 1.0,
         sequence_keys: torch.Tensor | None = None,
         prompts: torch.Tensor | None = None,
@@ -193,6 +194,8 @@ class ISOPO:
                 position, `-1` for padding.
             completion_mask (`torch.Tensor`, *optional*):
                 `[B, C]`, only for TRL's chunked log-probabilities: which of the last `C` tokens are scored.
+            first_scored (`torch.Tensor`, *optional*):
+                `[B]`, where these are not the last: the position that predicts the first of them, row by row.
             loss_scale (`float`, *optional*, defaults to `1.0`):
                 Constant that the loss is multiplied by and that may change from step to step, such as one over the
                 number of accumulated microbatches.
@@ -275,6 +278,7 @@ class ISOPO:
             running=self._statistics(advantages.device),
             loss_scale=loss_scale,
             scored=completion_mask,
+            first_scored=first_scored,
             draw=draw,
             prompts=prompts,
             signs=signs,

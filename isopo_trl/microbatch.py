@@ -46,6 +46,7 @@ class Microbatch:
         loss_scale (`float`): constant that the loss carries.
         scored (`torch.Tensor`, *optional*): `[B, C]`, which of the last `C` predictions (positions `T - 1 - C` to `T -
             2`) are scored by TRL's chunked log-probabilities.
+        first_scored (`torch.Tensor`, *optional*): `[B]`, the position of the first of them, where it is another one.
         prompts, signs (`torch.Tensor`, *optional*): `[m]`, for figures, see [`Ledger`].
         draw ([`Draw`], *optional*): which of its rows are collected for the next step, under `fisher_scope="step"`.
         direction ([`GivenDirection`], *optional*): on which gradients are projected, where anybody asks for that.
@@ -75,6 +76,7 @@ class Microbatch:
     running: RunningStatistics
     loss_scale: float = 1.0
     scored: torch.Tensor | None = None
+    first_scored: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     signs: torch.Tensor | None = None
     draw: Draw | None = None

@@ -23,6 +23,7 @@ from .checkpoints.state import OwnState
 from .checkpoints.weights import load_converted, lost_weights
 from .config import ISOPOConfig
 from .integrations import checkpointing, deepspeed, engines, liger, peft_reference, vllm_weights
+from .integrations.attention import Attention
 from .integrations.autograd_thread import calling_thread, is_on_one_device
 from .integrations.deepspeed import before_step, caught_outputs, unseen_by_deepspeed
 from .isopo import ISOPO
@@ -170,6 +171,7 @@ class ISOPOTrainer(GRPOTrainer):
         self.weighting: Weighting = weighting(args, self.accelerator)
         self.transforms = Chain(args)
         self.terms = Terms(self)
+        self.attention = Attention(self.accelerator)
         self._asks_old_policy = weighting.needs_behaviour or self.terms.needs_behaviour
         self._needs_behaviour = self._asks_old_policy or args.bounds_drift
         for warning in self._warnings():
@@ -403,10 +405,13 @@ class ISOPOTrainer(GRPOTrainer):
             return torch.zeros((), device=self.accelerator.device)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         entropy_counts = self.terms.has_bonus and not self._goes_back_twice
-        with scored_rows_alone(partial(frozen_head, entropy_counts=entropy_counts)):
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        with (
+            scored_rows_alone(partial(frozen_head, entropy_counts=entropy_counts)),
+            self.attention.without_mask(model),
+        ):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def _compute_loss(self, model, inputs):
         batch = Batch(inputs)
@@ -430,17 +435,20 @@ class ISOPOTrainer(GRPOTrainer):
         # together; what is not finite must be noticed by the layers
         sizes, in_loss = advantages.abs(), self._puts_sizes_into_loss
         signs = (ratio_loss.signs(advantages, self.loss_type) * batch.loss_weights).requires_grad_()
+        layout = self.attention.layout(model, batch, routes=self.aux_loss_enabled)
         self.isopo.begin(
             torch.where(sizes.isfinite(), 1.0, sizes) if in_loss else sizes,
-            attention_mask=batch.sampled_mask,
+            attention_mask=batch.sampled_mask if layout is None else layout.moved(batch.sampled_mask),
             completion_mask=batch.completion_mask,
+            first_scored=None if layout is None else batch["prompt_ids"].size(1) - 1 - layout.shifts,
             loss_scale=1 / self.current_gradient_accumulation_steps,
             prompts=batch.get(PROMPT_NUMBERS),
             signs=signs.detach().sign(),
             sequence_keys=batch.keys_of_content if self.isopo.fisher_scope == "step" else None,
         )
         policy_in = None if self.skipping is None else unequal_ranks(self)
-        with caught_outputs(model, self._goes_back_twice and self.is_deepspeed_enabled) as caught:
+        catches = self._goes_back_twice and self.is_deepspeed_enabled
+        with caught_outputs(model, catches) as caught, self.attention.given(layout):
             parts = self.loss_in_parts(
                 trl_loss, batch, self._optimizer_steps, self._rate_ahead, signs=signs, policy_in=policy_in
             )

@@ -90,6 +90,18 @@ def gradients(trainer: GRPOTrainer, batch: dict[str, Any]) -> tuple[float, dict[
     return loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
 
 
+def sampled_rows(microbatch: Any, prompts: int) -> torch.Tensor | None:
+    """Rows `b * T + t` of TRL's batch, whose prompts have so many positions, that were sampled by the model's."""
+    samples, (_, width) = microbatch.samples, microbatch.shape
+    if samples is None:
+        return None
+    rows = samples.rows[~samples.absent]
+    if microbatch.first_scored is None:
+        return rows
+    sequences, T = rows // width, prompts + microbatch.scored.shape[1]
+    return sequences * T + rows % width + (prompts - 1 - microbatch.first_scored)[sequences]
+
+
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Norm of the difference, relative to the norm of the second."""
     assert one.keys() == other.keys()

@@ -4,8 +4,8 @@ Where the time of an optimizer step goes in a real run on GSM8K, by the clock: T
 Each trainer trains in a process of its own, as in the learning benchmark: completions from vLLM, colocated, scored by
 the number that they give as their answer, and the steps of its `matrix.yaml`. The clock stands at the borders that TRL
 marks for profiling, at the backward pass and at the optimizer, and waits for the GPU at each. Phases are what
-remains when those inside them are taken out, so that they add up to the step; figures are means over whole cycles of
-a generation and its optimizer steps, those of the warm-up left out.
+remains when those inside them are taken out, so that they add up to the step. Figures are those of the median cycle,
+a generation and its optimizer steps, without the warm-up: in another one a kernel may be compiled.
 
     python benchmarks/speed/phases.py --model MODEL_FOLDER --data GSM8K_FOLDER --output phases.json --plot phases.png
     python benchmarks/speed/phases.py --from phases.json --plot phases.png         # the figure alone
@@ -179,18 +179,21 @@ def at_trls_marks(clock: PhaseClock) -> Iterator[None]:
 
 def by_cycles(steps: list[dict[str, float]], cycle: int, warm_up: int) -> dict[str, Any]:
     """
-    Means over the optimizer steps behind the warm-up, in whole cycles of `cycle` steps: one that has begun in the
+    Means over the optimizer steps of the median cycle of `cycle` steps behind the warm-up: one that has begun in the
     warm-up, or is not over, is left out.
     """
     first = -(-warm_up // cycle) * cycle
     measured = steps[first : len(steps) - (len(steps) - first) % cycle]
     if not measured:
         raise ValueError(f"{len(steps)} steps hold no cycle of {cycle} behind a warm-up of {warm_up}: give more.")
-    wholes = [sum(sum(step.values()) for step in measured[i : i + cycle]) for i in range(0, len(measured), cycle)]
+    cycles = [measured[i : i + cycle] for i in range(0, len(measured), cycle)]
+    wholes = [sum(sum(step.values()) for step in steps) / cycle for steps in cycles]
+    seconds = statistics.median_low(wholes)
+    median = cycles[wholes.index(seconds)]
     return {
-        "phases": {phase: sum(step[phase] for step in measured) / len(measured) for phase in PHASES},
-        "seconds": sum(wholes) / len(measured),
-        "range": [min(wholes) / cycle, max(wholes) / cycle],
+        "phases": {phase: sum(step[phase] for step in median) / cycle for phase in PHASES},
+        "seconds": seconds,
+        "range": [min(wholes), max(wholes)],
         "measured_steps": len(measured),
     }
 

@@ -115,16 +115,20 @@ def head_rows(rows: int, microbatch: Microbatch) -> tuple[Sequences, torch.Tenso
             "TRL's chunked log-probabilities were called, but ISOPO was not told which tokens are scored: pass "
             "`attention_mask` and `completion_mask` to `ISOPO.microbatch`."
         )
-    scored = torch.zeros(B, T - 1, dtype=torch.bool, device=microbatch.scored.device)
-    scored[:, T - 1 - microbatch.scored.shape[1] :] = microbatch.scored.bool()
-    if rows == B * (T - 1):
-        sequences = Sequences.regular(B, T - 1)
+    scored, C = microbatch.scored.bool(), microbatch.scored.shape[1]
+    if microbatch.first_scored is None and rows == B * (T - 1):
         row_of = torch.arange(rows, device=scored.device).view(B, T - 1)
-    else:
-        row_of = torch.where(scored, scored.view(-1).cumsum(0).view(B, T - 1) - 1, -1)
-        sequences = Sequences.from_index(row_of[:, T - 1 - microbatch.scored.shape[1] :], rows)
-    # The last position predicts nothing
-    return sequences, torch.nn.functional.pad(row_of, (0, 1), value=-1).reshape(-1)
+        # The last position predicts nothing
+        return Sequences.regular(B, T - 1), torch.nn.functional.pad(row_of, (0, 1), value=-1).reshape(-1)
+    row_of = torch.where(scored, scored.view(-1).cumsum(0).view(B, C) - 1, -1)
+    places = torch.arange(C, device=scored.device) + (
+        T - 1 - C if microbatch.first_scored is None else microbatch.first_scored.unsqueeze(1)
+    )
+    places = places + T * torch.arange(B, device=scored.device).unsqueeze(1)
+    of_positions = row_of.new_full((B * T + 1,), -1)
+    # What is not scored may stand nowhere, and writes to the spare last slot
+    of_positions[torch.where(scored, places, B * T)] = row_of
+    return Sequences.from_index(row_of, rows), of_positions[:-1]
 
 
 @dataclass

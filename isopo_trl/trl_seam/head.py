@@ -188,6 +188,11 @@ def scored_rows_alone(frozen: Callable[..., Any] | None = None) -> Iterator[None
         yield
 
 
+def scores_rows_alone(device: torch.device) -> bool:
+    """Whether, in [`scored_rows_alone`], the head gets no other rows there."""
+    return device.type == "cpu" or head_uses_triton(device)
+
+
 @dataclass(frozen=True)
 class FoldedTile:
     """

@@ -453,6 +453,27 @@ def test_bf16_on_the_gpu_stays_close_to_float32(tmp_path):
     assert (results[1] - results[0]).norm() / results[0].norm() < 0.1
 
 
+@pytest.mark.parametrize(("dtype", "is_masked"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_attention_has_no_mask_where_there_is_a_fast_kernel(dtype, is_masked, tmp_path, monkeypatch):
+    """In float32 there is none for keys that several queries share."""
+    _, inputs = batch_on("cuda")
+    masks, own = [], torch.nn.functional.scaled_dot_product_attention
+
+    def noting(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return own(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    model = tiny.model("llama", dtype=dtype)
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    _, found = training.gradients(trainer_for(model, tmp_path, rule="interacting"), inputs)
+    assert masks and all((mask is not None) == is_masked for mask in masks)
+    monkeypatch.setattr("isopo_trl.integrations.attention.FAMILIES", frozenset())
+    _, expected = training.gradients(trainer_for(model, tmp_path, rule="interacting"), inputs)
+    assert masks[-1] is not None
+    assert training.distance(found, expected) < (0.1 if dtype == torch.bfloat16 else 1e-3)
+
+
 @pytest.mark.parametrize("size", [1e-5, 1e-7])
 def test_a_small_step_from_weights_of_bf16_is_seen_in_float32(size):
     """In TF32 alone it is lost."""

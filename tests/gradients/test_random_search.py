@@ -196,7 +196,8 @@ def test_every_step_is_that_of_the_definition(number):
                 (log_likelihood(model, part, WEIGHTS(batch)[rows]) * constant).backward()
             sampled = None
             if microbatch.samples is not None:
-                sampled = placed(microbatch.samples, mask, batch, range(SEQUENCES)[rows])
+                own = microbatch.samples.rows[~microbatch.samples.absent]
+                sampled = placed(own, mask, batch, range(SEQUENCES)[rows])
             pieces.append((rows, sampled))
         isopo.step()
         expected = {}
@@ -226,9 +227,8 @@ def test_every_step_is_that_of_the_definition(number):
         check(model, expected, 1e-7)
 
 
-def placed(samples, mask, batch, numbers):
-    """Rows `b * T + t` of the whole batch of what was sampled in a part of it, which has less padding."""
-    own = samples.rows[~samples.absent]
+def placed(own, mask, batch, numbers):
+    """Rows `b * T + t` of the whole batch of the `own` ones of a part of it, which has less padding."""
     width, T = mask.shape[1], batch.input_ids.shape[1]
     result = []
     for row in own.tolist():

@@ -100,7 +100,8 @@ class Definition(TrainerCallback):
     def passed(self, inputs):
         if inputs:
             current = self.trainer.isopo.current
-            self.passes.append((inputs, None if current is None else current.samples))
+            width = inputs["prompt_ids"].shape[1]
+            self.passes.append((inputs, None if current is None else training.sampled_rows(current, width)))
 
     # By hand
 
@@ -204,7 +205,7 @@ class Definition(TrainerCallback):
             for ids, mask, A in zip(whole.input_ids, whole.attention_mask, whole.advantages, strict=True)
         ]
         left, result = list(range(len(names))), []
-        for inputs, samples in self.passes:
+        for inputs, rows in self.passes:
             mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
             ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
             numbers = []
@@ -214,7 +215,7 @@ class Definition(TrainerCallback):
                 numbers.append(next((s for s in left if names[s] == name), None) if weight else None)
                 if weight:
                     left.remove(numbers[-1])
-            at = None if samples is None else placed(samples, mask, whole, numbers)
+            at = None if rows is None else placed(rows, mask, whole, numbers)
             result.append(([s for s in numbers if s is not None], at))  # what fills in has no part in anything
         # None is lost but those that have no part in the step
         assert skipping or not left

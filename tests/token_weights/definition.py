@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from tests import oracle
+from tests import oracle, training
 from tests.gradients.test_oracle import build, check
 
 
@@ -351,9 +351,9 @@ def backward(trainer, batch):
     """Loss and gradients as the trainer makes them; returns the loss and the sampled rows."""
     loss = trainer.compute_loss(trainer.model, batch.for_trl())
     loss.backward()
-    samples = trainer.isopo.current.samples
+    rows = training.sampled_rows(trainer.isopo.current, batch.prompt_ids.shape[1])
     trainer.isopo.end()
-    return loss.item(), None if samples is None else samples.rows[~samples.absent]
+    return loss.item(), rows
 
 
 def compare(model, trainer, expected, rule, **settings):

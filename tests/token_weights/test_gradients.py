@@ -113,6 +113,7 @@ def test_temperature(name, tmp_path):
 def test_all_rows_give_the_same_gradient_at_the_head(tmp_path, monkeypatch):
     """Where there is neither Triton nor a CPU, TRL hands its head every row, scored or not."""
     monkeypatch.setattr(isopo_trl.trainer, "scored_rows_alone", lambda head: nullcontext())
+    monkeypatch.setattr(isopo_trl.integrations.attention, "scores_rows_alone", lambda device: False)
     model = build("llama")
     compare(model, trainer_for(model, tmp_path, **WEIGHTS["p3o"]), reference("llama", False, "p3o"), "fisher")
 

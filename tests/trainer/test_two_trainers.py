@@ -30,9 +30,8 @@ class Step:
             self.loss = self.trainer.compute_loss(self.trainer.model, self.batch.for_trl())
             return
         self.loss.backward()
-        samples = self.trainer.isopo.current.samples
+        rows = training.sampled_rows(self.trainer.isopo.current, self.batch.prompt_ids.shape[1])
         self.trainer.isopo.end()
-        rows = None if samples is None else samples.rows[~samples.absent]
         check(self.model, self.expected.gradients(self.model, rows, self.rule))
         assert self.loss.item() == pytest.approx(self.expected.expected.loss, rel=1e-9)
         self.model.zero_grad()

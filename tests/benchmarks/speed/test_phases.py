@@ -68,6 +68,11 @@ def test_phases_add_up_to_the_whole_step(phases, ticking):
     figures = phases.by_cycles(steps, 2, 3)
     assert figures["seconds"] == pytest.approx((wholes[4] + wholes[5]) / 2) == sum(figures["phases"].values())
     assert figures["measured_steps"] == 2 and figures["range"] == pytest.approx([figures["seconds"]] * 2)
+    # Of several cycles the median one
+    cycles = [(wholes[first] + wholes[first + 1]) / 2 for first in (0, 2, 4)]
+    figures = phases.by_cycles(steps, 2, 0)
+    assert figures["seconds"] == pytest.approx(sorted(cycles)[1]) == sum(figures["phases"].values())
+    assert figures["range"] == pytest.approx([min(cycles), max(cycles)]) and figures["measured_steps"] == 6
     with pytest.raises(ValueError, match="no cycle of 4"):
         phases.by_cycles(steps, 4, 5)
 
