@@ -197,6 +197,8 @@ def goes_by_distances(base: Any) -> bool:
         rotary |= set(_rotary_types(getattr(config, name, None)))
     return (
         config.model_type in FAMILIES
+        # Not code from the Hub, which may give itself any name
+        and any(kind.__module__.startswith("transformers.models.") for kind in type(base).__mro__)
         and config._attn_implementation == "sdpa"
         and rotary <= _ROTARY
         and set(getattr(config, "layer_types", None) or ()) <= _LAYERS

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.nn import functional
+from transformers import LlamaConfig, PreTrainedModel
 
 from isopo_trl.integrations.attention import FAMILIES, Attention, Layout, goes_by_distances
 from isopo_trl.trl_seam.batch import Batch
@@ -118,6 +119,19 @@ def test_others_keep_their_masks(family, change, attention, masks):
     assert not goes_by_distances(model)
     batch = Batch({"prompt_ids": MASK, "prompt_mask": MASK[:, :5], "completion_mask": MASK[:, 5:]})
     assert attention.layout(model, batch, routes=False) is None
+
+
+def test_code_from_elsewhere_keeps_its_masks():
+    class Llama(PreTrainedModel):
+        config_class = LlamaConfig
+        base_model_prefix = "model"
+        _supports_sdpa = True
+
+    own = tiny.model("llama")
+    assert goes_by_distances(own)
+    other = Llama(own.config)
+    assert (other.config.model_type, other.config._attn_implementation) == ("llama", "sdpa")
+    assert not goes_by_distances(other)
 
 
 # A trainer
