@@ -435,7 +435,7 @@ class ISOPOTrainer(GRPOTrainer):
         # together; what is not finite must be noticed by the layers
         sizes, in_loss = advantages.abs(), self._puts_sizes_into_loss
         signs = (ratio_loss.signs(advantages, self.loss_type) * batch.loss_weights).requires_grad_()
-        layout = self.attention.layout(model, batch, routes=self.aux_loss_enabled)
+        layout = self.attention.layout(model, batch.attention_mask, routes=self.aux_loss_enabled)
         self.isopo.begin(
             torch.where(sizes.isfinite(), 1.0, sizes) if in_loss else sizes,
             attention_mask=batch.sampled_mask if layout is None else layout.moved(batch.sampled_mask),

@@ -17,25 +17,23 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..trl_seam.batch import Batch, has_images
 from ..trl_seam.head import scores_rows_alone
 from ..trl_seam.loans import borrowed
 
 
-# Whose only knowledge of positions are rotary embeddings: in float64, `tests/integrations/test_attention.py` finds the
-# same log-probabilities and gradients wherever a sequence stands
+# Of text alone, whose only knowledge of positions are rotary embeddings: in float64, this file's test finds the same
+# hidden states and gradients wherever a sequence stands
 FAMILIES = frozenset(
     (
         *("arcee", "cohere", "cohere2", "diffllama", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "granite"),
-        *("granitemoe", "helium", "llama", "mistral", "mixtral", "nemotron", "olmo", "olmo2"),
-        *("olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
-        *("stablelm", "starcoder2"),
+        *("granitemoe", "helium", "llama", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi"),
+        *("phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     )
 )
 # Others go by the largest position of a batch
 _ROTARY = frozenset(("default", "linear", "llama3", "yarn"))
 _LAYERS = frozenset(("full_attention", "sliding_attention"))
-_TAKEN = frozenset(("input_ids", "attention_mask", "return_dict"))
+_TAKEN = {"input_ids", "attention_mask"}
 
 
 @dataclass(frozen=True)
@@ -109,15 +107,15 @@ class Attention:
         self._is_given = False
         self._given: Layout | None = None
 
-    def layout(self, model: nn.Module, batch: Batch, routes: bool) -> Layout | None:
+    def layout(self, model: nn.Module, mask: torch.Tensor, routes: bool) -> Layout | None:
         """
-        Where the decoder of a model finds the sequences of a batch; `None` where they stay in their places.
+        Where the decoder of a model finds sequences with an attention mask `[B, T]`; `None` where they stay in their
+        places.
 
         Args:
             routes: whether the pass also returns what the routers of a mixture chose, position by position.
         """
-        keeps = routes or has_images(batch) or self._movable(model) is None
-        return None if keeps else Layout.of(batch.attention_mask)
+        return None if routes or self._movable(model) is None else Layout.of(mask)
 
     def given(self, layout: Layout | None) -> Any:
         """Context of a pass whose sequences stand as they do here."""
@@ -134,15 +132,15 @@ class Attention:
 
         def before(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             layouts.append(None)
-            mask = kwargs.get("attention_mask")
-            others = {name for name, value in kwargs.items() if value is not None and value is not False} - _TAKEN
-            if args or others or mask is None or mask.dim() != 2 or kwargs.get("input_ids") is None:
+            names = {name for name, value in kwargs.items() if value is not None and value is not False}
+            if args or names - {"return_dict"} != _TAKEN:
                 if self._is_given:
                     raise RuntimeError(
-                        f"The decoder was called with {', '.join(sorted(others)) or 'other arguments'} beside tokens "
-                        "and their mask, so its sequences cannot be moved: set attn_implementation='eager'."
+                        f"The decoder was called with {', '.join(sorted(names))}, and its sequences can be moved "
+                        "where it gets input_ids and attention_mask alone: set attn_implementation='eager'."
                     )
                 return None
+            mask = kwargs["attention_mask"]
             layout = self._given if self._is_given else Layout.of(mask)
             if layout is None:
                 return None

@@ -7,7 +7,6 @@ from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
 
 from isopo_trl.integrations.attention import FAMILIES, Attention, Layout, goes_by_distances
-from isopo_trl.trl_seam.batch import Batch
 from tests import oracle, tiny, training
 from tests.gradients import architectures
 
@@ -110,15 +109,16 @@ def test_a_family_sees_distances_alone(family, attention, masks):
         ("qwen3_moe", {"output_router_logits": True}),
     ],
 )
-def test_others_keep_their_masks(family, change, attention, masks):
+def test_others_keep_their_masks(family, change, attention):
     model = tiny.model(family)
     if not change:
         model.config._attn_implementation = "sdpa"
     for name, value in change.items():
         setattr(model.config, name, value)
     assert not goes_by_distances(model)
-    batch = Batch({"prompt_ids": MASK, "prompt_mask": MASK[:, :5], "completion_mask": MASK[:, 5:]})
-    assert attention.layout(model, batch, routes=False) is None
+    assert attention.layout(model, MASK, routes=False) is None
+    with attention.without_mask(model):
+        assert not model.base_model._forward_hooks
 
 
 def test_code_from_elsewhere_keeps_its_masks():
@@ -170,11 +170,15 @@ def test_a_step_without_a_mask_is_the_step_with_one(tmp_path, monkeypatch):
 def test_a_completion_with_a_hole_is_masked(tmp_path, masks):
     batch = batch_of_four()
     batch.completion_mask[0, 2] = 0
-    training.gradients(trainer_for(tmp_path), batch.for_trl())
+    trainer = trainer_for(tmp_path)
+    training.gradients(trainer, batch.for_trl())
+    assert masks and all(mask is not None and width == 13 for mask, width in masks)
+    masks.clear()
+    trainer._get_per_token_logps_and_entropies(trainer.model, batch.input_ids, batch.attention_mask, 8)
     assert masks and all(mask is not None and width == 13 for mask, width in masks)
 
 
-def test_what_else_the_decoder_is_given_is_an_error(tmp_path, monkeypatch):
+def test_what_else_the_decoder_is_given_is_an_error_in_a_step_and_else_keeps_the_mask(tmp_path, masks, monkeypatch):
     trainer = trainer_for(tmp_path)
     forward = trainer.model.forward
 
@@ -182,5 +186,8 @@ def test_what_else_the_decoder_is_given_is_an_error(tmp_path, monkeypatch):
         return forward(*args, position_ids=torch.arange(13).expand(4, 13), **kwargs)
 
     monkeypatch.setattr(trainer.model, "forward", with_positions)
-    with pytest.raises(RuntimeError, match="called with position_ids .*set attn_implementation='eager'"):
-        trainer.compute_loss(trainer.model, batch_of_four().for_trl())
+    batch = batch_of_four()
+    trainer._get_per_token_logps_and_entropies(trainer.model, batch.input_ids, batch.attention_mask, 8)
+    assert masks and all(mask is not None for mask, _ in masks)
+    with pytest.raises(RuntimeError, match="attention_mask, input_ids, position_ids.*attn_implementation='eager'"):
+        trainer.compute_loss(trainer.model, batch.for_trl())
