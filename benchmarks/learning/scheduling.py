@@ -353,7 +353,11 @@ def multi_process_service() -> Iterator[dict[str, str]]:
 
 
 def worker_environment(parallel: int) -> dict[str, str]:
-    """What workers need where nothing can be downloaded, and their share of the cores."""
+    """
+    What workers need where nothing can be downloaded, and their share of the cores. Where other schedules share the
+    machine, `LEARNING_PARALLEL` says how many runs there are in all.
+    """
+    parallel = int(os.environ.get("LEARNING_PARALLEL", parallel))
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // parallel))),
         "TOKENIZERS_PARALLELISM": "false",

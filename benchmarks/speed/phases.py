@@ -83,7 +83,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "interacting": {"rule": "interacting"},
     "interacting+skip": {"rule": "interacting", "skip_zero_advantage": True},
 }
-LABELS = {"grpo": "GRPO", ":liger": ", Liger's kernels", "+skip": ", skip_zero_advantage"}
+METHODS |= {f"{name}+lora": {**settings, "lora": 32} for name, settings in METHODS.items()}
+LABELS = {"grpo": "GRPO", ":liger": ", Liger's kernels", "+skip": ", skip_zero_advantage", "+lora": ", LoRA"}
 # Logged figures that say what a step had to do
 LOGGED = {
     "completions/mean_length": "tokens",
@@ -206,7 +207,7 @@ def settings_of(method: str, options: argparse.Namespace) -> dict[str, Any]:
     matrix = yaml.safe_load((LEARNING / "matrix.yaml").read_text())
     task = "gsm8k" if options.data else "sums"
     settings = {**matrix["defaults"], **matrix["tasks"][task], "task": task, "vllm": options.vllm}
-    names = ("completions", "generations", "microbatch", "max_tokens", "steps_per_generation", "lora", "learning_rate")
+    names = ("completions", "generations", "microbatch", "max_tokens", "steps_per_generation", "learning_rate")
     settings |= {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     cycle = settings["steps_per_generation"]
     steps = (-(-options.warm_up // cycle) + -(-options.steps // cycle)) * cycle
@@ -356,7 +357,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--microbatch", type=int, help="sequences per backward pass")
     parser.add_argument("--max-tokens", type=int, help="per completion")
     parser.add_argument("--steps-per-generation", type=int, help="optimizer steps per generation")
-    parser.add_argument("--lora", type=int, help="rank; 0 for full weights")
     parser.add_argument("--learning-rate", type=float, help="1e-6 if not given")
     parser.add_argument("--vllm", action=argparse.BooleanOptionalAction, help="vLLM, where there is one, if not given")
     parser.add_argument("--together", action="store_true", help="start all methods at once; they train in turns")
@@ -404,7 +404,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
                 process.communicate(b"\n")
                 check(process)
                 report["methods"][method] = json.loads(path.read_text())
-                report["title"] = title(report["methods"][method])
+                report.setdefault("title", title(report["methods"][method]))  # labels say which have LoRA
                 if options.output:  # after every method, so that a run that is cut short leaves something
                     Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
         finally:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import socket
 import sys
 import threading
@@ -187,3 +188,13 @@ def test_a_port_that_somebody_holds_or_was_promised_is_not_given():
         for taken in (set(PORTS) - {held}, set(PORTS)):
             with pytest.raises(OSError, match="no port from 20000 to 29999 is free"):
                 free_port(taken)
+
+
+def test_runs_of_several_schedules_on_one_machine_share_its_cores_and_say_so(monkeypatch):
+    from scheduling import worker_environment
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setenv("LEARNING_PARALLEL", "8")
+    environment = worker_environment(2)
+    assert (environment["LEARNING_PARALLEL"], environment["OMP_NUM_THREADS"]) == ("8", "2")

@@ -106,10 +106,10 @@ def small(tmp_path):
 
 
 def test_methods_that_start_together_train_in_turns(phases, small, tmp_path, capfd):
-    phases.main([*small, "--methods", "none", "grpo", "--together", "--output", str(tmp_path / "phases.json")])
+    phases.main([*small, "--methods", "none+lora", "grpo", "--together", "--output", str(tmp_path / "phases.json")])
     steps = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if ", step " in line]
-    assert steps == [f"{method}, step {step}" for method in ("none", "grpo") for step in (1, 2)]
-    assert list(json.loads((tmp_path / "phases.json").read_text())["methods"]) == ["none", "grpo"]
+    assert steps == [f"{method}, step {step}" for method in ("none+lora", "grpo") for step in (1, 2)]
+    assert list(json.loads((tmp_path / "phases.json").read_text())["methods"]) == ["none+lora", "grpo"]
 
 
 def test_every_phase_of_a_run_is_found(phases, small):
