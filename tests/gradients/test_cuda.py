@@ -466,8 +466,10 @@ def test_attention_has_no_mask_where_there_is_a_fast_kernel(dtype, is_masked, tm
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
     model = tiny.model("llama", dtype=dtype)
     assert model.config.num_key_value_heads < model.config.num_attention_heads
-    _, found = training.gradients(trainer_for(model, tmp_path, rule="interacting"), inputs)
+    trainer = trainer_for(model, tmp_path, rule="interacting")
+    _, found = training.gradients(trainer, inputs)
     assert masks and all((mask is not None) == is_masked for mask in masks)
+    trainer.isopo.detach()
     monkeypatch.setattr("isopo_trl.integrations.attention.FAMILIES", frozenset())
     _, expected = training.gradients(trainer_for(model, tmp_path, rule="interacting"), inputs)
     assert masks[-1] is not None
