@@ -71,6 +71,8 @@ RATE_GROUPS = ("rates", "rates_of_euclidean")
 MAIN_GROUPS = ("first", *RATE_GROUPS, "seeds", "seeds_of_others", "divergence")
 STALE_METHODS = ("stale_grpo", "stale_methods", "stale_methods_clipped")
 PLAIN_REINFORCE = "plain_reinforce"
+# Labels: SGD without a target at its best rate, and the rule that does best with one
+PLAIN_GRPO, PLAIN_BEST = "grpo, SGD, 1e-2", "plain_interacting, target 1e-3"
 DIRECTIONS = ("directions", "directions_shorter", "directions_seeds", "directions_proma", "directions_lambda")
 TASKS, TASK_TARGETS, RESUMED = "tasks", "tasks_targets", "resumed"
 TASK_RATES, TASK_GRPO = "rates_tasks", "tasks_grpo"
@@ -149,10 +151,10 @@ class Report:
             self.rates("Muon: learning rates", ("rates_muon",)),
             self.starts(figures),
             self.targets(),
-            self.plain("Plain steps", PLAIN_GROUPS),
+            self.plain("Plain steps", PLAIN_GROUPS, base=PLAIN_GRPO),
             self.rates("GRPO with SGD: learning rates", ("rates_sgd",)),
-            self.plain("Plain steps: rules with a direction", DIRECTIONS),
-            self.plain("Plain steps: weights in bf16", BF16_GROUPS),
+            self.plain("Plain steps: rules with a direction", DIRECTIONS, base=PLAIN_BEST),
+            self.plain("Plain steps: weights in bf16", BF16_GROUPS, base=PLAIN_BEST),
             self.plain("Plain steps: 200 steps", ("long",), ("long_grpo",)),
             self.plain("Plain steps: 1.5B", ("larger",), ("larger_grpo",)),
             self.rates("1.5B: learning rates", ("rates_larger",)),
@@ -563,23 +565,40 @@ class Report:
             rows[with_target(result)].append(result)
         return dict(rows)
 
-    def plain(self, title: str, groups: tuple[str, ...], beside: tuple[str, ...] = (), task: str | None = None) -> str:
-        """Runs of groups, their steps' lengths, and what they are beside GRPO and beside REINFORCE's plain steps."""
+    def plain(
+        self,
+        title: str,
+        groups: tuple[str, ...],
+        beside: tuple[str, ...] = (),
+        task: str | None = None,
+        base: str | None = None,
+    ) -> str:
+        """
+        Runs of groups, their steps' lengths, and what they are beside GRPO, beside REINFORCE's plain steps, and beside
+        the plain steps whose label is `base`.
+        """
         of_grpo, rows, wanted = self.grpo_of(beside, task), self.by_label(groups, task), groups + beside
         lines = [f"## {title}"]
         if not rows:
             return "\n".join([*lines, *self.missing(wanted, task)])
         lines += ["", *courses({**of_grpo, **rows})]
         lines += ["", *self.comparison({**of_grpo, **rows}, next(iter(of_grpo), None))]
-        of_rules = []
+        of_rules, of_base = [], []
+        plain = self.by_label(PLAIN_GROUPS) if base else {}
         for label, results in rows.items():
             method, _, others = label.partition(", ")
-            base = rows.get(f"{PLAIN_REINFORCE}, {others}")
-            if base and method.startswith("plain_") and method != PLAIN_REINFORCE:
-                of_rules.append(row([label, *compared(results, base)]))
+            reinforce = rows.get(f"{PLAIN_REINFORCE}, {others}")
+            if not method.startswith("plain_"):
+                continue
+            if reinforce and method != PLAIN_REINFORCE:
+                of_rules.append(row([label, *compared(results, reinforce)]))
+            if base in plain and len(paired(results, plain[base])) > 1:
+                of_base.append(row([label, *compared(results, plain[base])]))
+        head = table(["method", *DIFFERENCES])
         if of_rules:
-            lines += ["", f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", ""]
-            lines += [*table(["method", *DIFFERENCES]), *of_rules]
+            lines += ["", f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", "", *head, *of_rules]
+        if of_base:
+            lines += ["", f"Against `{base}`, by seed, where there is more than one:", "", *head, *of_base]
         return "\n".join([*lines, *self.missing(wanted, task)])
 
     def task_names(self, *groups: str) -> list[str]:

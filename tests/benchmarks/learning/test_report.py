@@ -331,6 +331,30 @@ def test_seconds_are_those_of_a_method_alone_once_all_have_been_measured(module,
     ]
 
 
+def test_plain_steps_stand_beside_grpos_at_the_best_rate_without_a_target(page_of):
+    draw = random.Random(31)
+    rates = [
+        of_task(f"grpo-optimizersgd-lr{rate}-seed0", draw, worse=worse)
+        for rate, worse in (("1e-3", 0.1), ("1e-1", 0.2))
+    ]
+    names = "grpo-optimizersgd-lr1e-2-seed0", "plain_interacting-target0.001-lr1e-1-seed0"
+    base, with_target = (
+        [
+            of_task(name.replace("seed0", f"seed{seed}"), draw, settings_of_the_matrix()[name] | {"seed": seed})
+            for seed in (0, 1, 2)
+        ]
+        for name in names
+    )
+    section = section_of(page_of(START, *rates, *base, *with_target), "Plain steps")
+    text = section.partition("Against `grpo, SGD, 1e-2`")[2]
+    ((label, row),) = rows_of_table(text.partition("\n")[2]).items()
+    assert label == "plain_interacting, target 1e-3"
+    gained = sum(points(run) for run in with_target) / 3 - sum(points(run) for run in base) / 3
+    assert numbers(row["test accuracy, in points"])[:1] == rounded(gained) and "n = 3" in row["KL"]
+    # With one seed there is nothing to see
+    assert "Against `grpo" not in page_of(START, *rates, *base, with_target[0])
+
+
 # Other tasks
 
 
