@@ -84,7 +84,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "interacting+skip": {"rule": "interacting", "skip_zero_advantage": True},
 }
 METHODS |= {f"{name}+lora": {**settings, "lora": 32} for name, settings in METHODS.items()}
-LABELS = {"grpo": "GRPO", ":liger": ", Liger's kernels", "+skip": ", skip_zero_advantage", "+lora": ", LoRA"}
+LABELS = {"grpo": "GRPO", ":liger": " with Liger's kernels", "+skip": ", skip_zero_advantage", "+lora": ", LoRA"}
 # Logged figures that say what a step had to do
 LOGGED = {
     "completions/mean_length": "tokens",
@@ -310,11 +310,15 @@ def label(method: str) -> str:
 def plot(report: dict[str, Any], path: str) -> None:
     """Bars of seconds per optimizer step, one per method, a piece per phase."""
     methods = report["methods"]
-    wholes = [figures["seconds"] for figures in methods.values()]
-    (first, longest), *others = zip(map(label, methods), wholes, strict=True)
-    shares = [f"{name} {whole / longest:.2f}" for name, whole in others]
-    finding = "\n".join([f"A step, beside {first}'s {longest:.2f} s:", *shares])
-    with card(path, 1.55 + 0.15 * len(shares) + 0.62 * len(methods), finding) as figure:
+    longest = max(figures["seconds"] for figures in methods.values())
+    first: dict[bool, str] = {}  # method with full weights, and with LoRA, that the others are held against
+    shares = []
+    for method, figures in methods.items():
+        base = first.setdefault(method.endswith("+lora"), method)
+        if base != method:
+            shares.append(f"{label(method)} {figures['seconds'] / methods[base]['seconds']:.2f}")
+    finding = "\n".join([f"A step's time over that of {label(next(iter(methods)))}:", *shares])
+    with card(path, 1.7 + 0.15 * len(shares) + 0.62 * len(methods), finding) as figure:
         axes = figure.subplots()
         for place, (method, figures) in enumerate(methods.items()):
             left = 0.0
@@ -322,14 +326,14 @@ def plot(report: dict[str, Any], path: str) -> None:
                 width = figures["phases"][phase]
                 axes.barh(place, width, 0.5, left=left, color=colour)
                 middle = left + width / 2
-                if width > 0.05 * max(wholes):
+                if width > 0.05 * longest:
                     axes.text(middle, place, f"{width:.1f}", ha="center", va="center", fontsize=SMALL)
                     if place == 0:  # the names of phases, over the pieces that are wide enough to be seen
-                        axes.text(middle, -0.3, phase, rotation=35, ha="left", va="bottom", rotation_mode="anchor")
+                        axes.text(middle, -0.55, phase, rotation=35, ha="left", va="bottom", rotation_mode="anchor")
                 left += width
             axes.text(0, place - 0.3, label(method), va="bottom")
         axes.set_yticks([])
-        axes.set_ylim(len(methods) - 0.7, -0.5)
+        axes.set_ylim(len(methods) - 0.7, -0.55)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("seconds per optimizer step\n" + fill(report["title"], 60), fontsize=SMALL)
 
