@@ -594,11 +594,12 @@ class Report:
                 of_rules.append(row([label, *compared(results, reinforce)]))
             if base in plain and len(paired(results, plain[base])) > 1:
                 of_base.append(row([label, *compared(results, plain[base])]))
-        head = table(["method", *DIFFERENCES])
-        if of_rules:
-            lines += ["", f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", "", *head, *of_rules]
-        if of_base:
-            lines += ["", f"Against `{base}`, by seed, where there is more than one:", "", *head, *of_base]
+        for whom, differences in (
+            (f"Each rule against `{PLAIN_REINFORCE}` with the same target, by seed:", of_rules),
+            (f"Against `{base}`, by seed, where there is more than one:", of_base),
+        ):
+            if differences:
+                lines += ["", whom, "", *table(["method", *DIFFERENCES]), *differences]
         return "\n".join([*lines, *self.missing(wanted, task)])
 
     def task_names(self, *groups: str) -> list[str]:

@@ -2,11 +2,12 @@
 Where the time of the quick start's optimizer step goes, in this version and in the way that TRL has it on a CPU.
 
 A step of `python examples/gsm8k.py`: one generation of the example's model, the rewards, and forward, loss and
-backward of its microbatch. Three things differ between `trl` and `isopo`: a prompt is read as often as it has
+backward of its microbatch. Four things differ between `trl` and `isopo`: a prompt is read as often as it has
 completions, or once (`prompts_read_once`); the LM head gets every position, or those whose predictions are scored
-(`scored_rows_alone`); and its backward makes the logits again, or not (`frozen_head`). Rounds do both, in turn, with
-the same prompts and the same random stream, in one process. Sequences without an advantage are left out of a step's
-passes (`skip_zero_advantage`), and at first most have none: so the passes are measured for several numbers of them.
+(`scored_rows_alone`); its backward makes the logits again, or not (`frozen_head`); and attention has a mask, or none
+(`attention`). Rounds do both, in turn, with the same prompts and the same random stream, in one process. Sequences
+without an advantage are left out of a step's passes (`skip_zero_advantage`), and at first most have none: so the
+passes are measured for several numbers of them.
 
     OMP_NUM_THREADS=1 python benchmarks/speed/quick_start.py
 
@@ -33,6 +34,7 @@ from phases import BACKWARD, PhaseClock, at_trls_marks  # noqa: E402
 from transformers import set_seed  # noqa: E402
 
 from isopo_trl import trainer as isopo_trainer  # noqa: E402
+from isopo_trl.integrations import attention  # noqa: E402
 from isopo_trl.trl_seam.generation import Progress  # noqa: E402
 
 
@@ -45,9 +47,9 @@ def built(arguments: list[str]) -> Any:
     """The example's trainer."""
     defaults = ["--validation_size", "0", "--skip_zero_advantage", "false"]
     script_args, args, model_args = gsm8k.read_arguments([*defaults, *arguments])
-    gsm8k.use_all_cores(args)
+    gsm8k.begin(args, model_args)
     train, _, tokenizer = gsm8k.load(script_args, args, model_args)
-    return gsm8k.build(script_args, args, model_args, train, tokenizer)
+    return gsm8k.build(script_args, args, model_args, train, tokenizer, *gsm8k.rewards(script_args))
 
 
 def as_trl_has_it() -> ExitStack:
@@ -55,6 +57,7 @@ def as_trl_has_it() -> ExitStack:
     stack = ExitStack()
     for name in ("prompts_read_once", "scored_rows_alone"):
         stack.enter_context(mock.patch.object(isopo_trainer, name, lambda *_: nullcontext()))
+    stack.enter_context(mock.patch.object(attention, "goes_by_distances", lambda *_: False))
     return stack
 
 
