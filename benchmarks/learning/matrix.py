@@ -38,6 +38,7 @@ SHORT = {
     "bf16_updates": "updates",
     "auto_times": "times",
     "resume_at": "resumed",
+    "completions": "completions",
 }
 # Settings that have no place there, beside the rate and the seed, which stand at its end
 UNNAMED = ("learning_rate", "seed", "validate_at")

@@ -74,10 +74,13 @@ PLAIN_REINFORCE = "plain_reinforce"
 # Labels: SGD without a target at its best rate, and the rule that does best with one
 PLAIN_GRPO, PLAIN_BEST = "grpo, SGD, 1e-2", "plain_interacting, target 1e-3"
 DIRECTIONS = ("directions", "directions_shorter", "directions_seeds", "directions_proma", "directions_lambda")
-TASKS, TASK_TARGETS, RESUMED = "tasks", "tasks_targets", "resumed"
+TASKS, RESUMED = "tasks", "resumed"
+TASK_TARGETS = ("tasks_targets", "sums_targets", "sums_batches")
+TEN_STEPS = slice(None, 10), slice(-10, None)  # the first and the last ones
 TASK_RATES, TASK_GRPO = "rates_tasks", "tasks_grpo"
+PROCESSORS = ("x86_64", "aarch64", "arm64")  # what a run on a CPU has as its device
 # With the runs of a task that is not gone on with
-PLAIN_OF_TASKS, GRPO_OF_TASKS = (TASKS, TASK_TARGETS, "shortcut"), (TASK_GRPO, "shortcut_grpo")
+PLAIN_OF_TASKS, GRPO_OF_TASKS = (TASKS, "tasks_targets", "shortcut"), (TASK_GRPO, "shortcut_grpo")
 PLAIN_GROUPS = ("plain", "plain_targets", "plain_longer", "plain_momentum", "rates_sgd", "sgd")
 BF16_GROUPS = ("bf16", "bf16_seeds")
 
@@ -272,13 +275,15 @@ class Report:
 
     def _by_data(self) -> list[list[Result]]:
         """
-        Runs that should have seen the same prompts in each generation: those of a step depend on how microbatches are
-        made. So one that has noted both comes first, and of these one with TRL's microbatches.
+        Runs that should have seen the same prompts in each generation, in an order that a CPU and a GPU have apart:
+        those of a step depend on how microbatches are made. So one that has noted both comes first, and of these one
+        with TRL's microbatches.
         """
         groups = defaultdict(list)
         for result in sorted(self.results.values(), key=lambda r: ("prompts_of_generations" not in r, grouped(r))):
             if result["settings"]["steps"] and result["prompts"]:
-                groups[tuple(result["settings"].get(key) for key in OF_DATA)].append(result)
+                of_data = tuple(result["settings"].get(key) for key in OF_DATA)
+                groups[result["hardware"]["device"] in PROCESSORS, *of_data].append(result)
         return [group for group in groups.values() if len(group) > 1]
 
     def compared_prompts(self) -> int:
@@ -641,31 +646,35 @@ class Report:
         return ["", f"Of HumanEval's problems, which are not trained on: {'; '.join(parts)}."] if parts else []
 
     def automatic_targets(self) -> str:
-        """Multiples of what `target_kl="auto"` is, by task."""
-        rows: dict[str, dict[float, Result]] = defaultdict(dict)
-        for run, result in self.finished((TASKS, TASK_TARGETS)):
-            if run.settings["seed"] == 0:
-                rows[run.settings["task"]][run.settings.get("auto_times", 1)] = result
+        """Multiples of what `target_kl="auto"` is, by task and by the completions of a step."""
+        rows: dict[str, dict[float, dict[int, Result]]] = defaultdict(lambda: defaultdict(dict))
+        for run, result in self.finished((TASKS, *TASK_TARGETS)):
+            task, completions = run.settings["task"], re.search(r"-completions(\d+)", result["name"])
+            label = f"{task}, {completions[1]} completions per step" if completions else task
+            rows[label][run.settings.get("auto_times", 1)][run.settings["seed"]] = result
         multiples = sorted({multiple for found in rows.values() for multiple in found})
         if len(multiples) < 2:
             return ""
         lines = [
             "## Multiples of the automatic target",
             "",
-            'Plain steps of so many times what `target_kl="auto"` is, seed 0 (n = 1): test accuracy, and KL from the '
-            "start. Tokens are those of a completion, mean over the first and the last ten steps, with `auto` itself.",
+            'Plain steps of so many times what `target_kl="auto"` is, of the seeds that all of a row have: test '
+            "accuracy, and KL from the start. Tokens are those of a completion, mean over the first and the last ten "
+            "steps, with `auto` itself.",
             "",
-            *table(["task", "tokens", *(f"{multiple:g} times" for multiple in multiples)]),
+            *table(["task", "n", "tokens", *(f"{multiple:g} times" for multiple in multiples)]),
         ]
-        for task, found in rows.items():
-            tokens = column(found[1], "completions/mean_length") if 1 in found else []
-            cells = [task, f"{fmean(tokens[:10]):.0f} to {fmean(tokens[-10:]):.0f}" if tokens else ""]
+        for label, found in rows.items():
+            seeds = sorted(set.intersection(*map(set, found.values())))
+            tokens = [column(found[1][seed], "completions/mean_length") for seed in seeds if 1 in found]
+            ends = [f"{fmean(x for of in tokens for x in of[part]):.0f}" for part in TEN_STEPS] if tokens else []
+            cells = [label, str(len(seeds)), " to ".join(ends)]
             for multiple in multiples:
-                result = found.get(multiple)
-                divergence = spread(known([kl(result)]), ", {:.1f}") if result else ""
-                cells.append(percent(accuracy(result)) + divergence if result else "not run")
+                results = [found[multiple][seed] for seed in seeds] if multiple in found else []
+                accuracies = spread([100 * accuracy(result) for result in results], "{:.1f} %")
+                cells.append(accuracies + spread(known(map(kl, results)), ", {:.1f}") if results else "not run")
             lines.append(row(cells))
-        return "\n".join([*lines, *self.missing((TASK_TARGETS,))])
+        return "\n".join([*lines, *self.missing(TASK_TARGETS)])
 
     def resumed(self) -> str:
         """Memory and learning of runs that went on from a checkpoint, in another process."""

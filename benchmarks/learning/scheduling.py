@@ -137,7 +137,7 @@ class Schedule:
         self.running: list[Worker] = []
         self.ports: set[int] = set()  # that a worker was given
         self.failures: dict[str, int] = {}
-        self.shared = "LEARNING_MPS" in self.environment
+        self.shared = "LEARNING_MPS" in {*os.environ, *self.environment}  # also if somebody else has started it
         self.earlier = read_results(results)  # from which it is known what a run takes
         self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
         self.last_start = float("-inf")

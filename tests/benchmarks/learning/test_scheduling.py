@@ -190,11 +190,18 @@ def test_a_port_that_somebody_holds_or_was_promised_is_not_given():
                 free_port(taken)
 
 
-def test_runs_of_several_schedules_on_one_machine_share_its_cores_and_say_so(monkeypatch):
-    from scheduling import worker_environment
+def test_runs_of_several_schedules_on_one_machine_share_its_cores_and_say_so(tmp_path, monkeypatch):
+    from matrix import Matrix
+    from scheduling import Schedule, worker_environment
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("LEARNING_PARALLEL", "8")
     environment = worker_environment(2)
     assert (environment["LEARNING_PARALLEL"], environment["OMP_NUM_THREADS"]) == ("8", "2")
+    # What runs take is known from others that shared the GPU's kernels, whoever started the service
+    schedules = []
+    for _ in range(2):
+        schedules.append(Schedule(Matrix(content(["a"])), tmp_path, lambda *_: [], 0.0, 2, 0.0, tmp_path))
+        monkeypatch.setenv("LEARNING_MPS", "1")
+    assert [schedule.shared for schedule in schedules] == [False, True]
