@@ -34,6 +34,7 @@ FAMILIES = frozenset(
 _ROTARY = frozenset(("default", "linear", "llama3", "yarn"))
 _LAYERS = frozenset(("full_attention", "sliding_attention"))
 _TAKEN = {"input_ids", "attention_mask"}
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -176,15 +177,21 @@ class Attention:
     def _has_fast_kernels(self, base: Any) -> bool:
         """
         Whether PyTorch has any there for attention without a mask. Of keys that several queries share, GPUs have none
-        but flash attention, in half precision; the next is the slowest, and takes the most memory.
+        but flash attention; the next is the slowest, and takes the most memory.
         """
-        config, halves = base.config, (torch.bfloat16, torch.float16)
+        config, cuda = base.config, torch.backends.cuda
         if base.device.type != "cuda" or config.num_key_value_heads == config.num_attention_heads:
             return True
-        cuda, in_halves = torch.backends.cuda, self._accelerator.mixed_precision in ("bf16", "fp16")
-        is_there = cuda.is_flash_attention_available() and cuda.flash_sdp_enabled()
-        is_there = is_there and torch.cuda.get_device_capability(base.device) >= (8, 0)
-        return is_there and (in_halves or base.dtype in halves)
+        if not (cuda.is_flash_attention_available() and cuda.flash_sdp_enabled()):
+            return False
+        in_halves = self._accelerator.mixed_precision in ("bf16", "fp16") or base.dtype in _HALVES
+        return in_halves and flash_takes(config, torch.cuda.get_device_capability(base.device))
+
+
+def flash_takes(config: Any, capability: tuple[int, int]) -> bool:
+    """Whether PyTorch's flash attention runs a model in half precision on a GPU of this compute capability."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return capability >= (8, 0) and width <= 256
 
 
 def goes_by_distances(base: Any) -> bool:

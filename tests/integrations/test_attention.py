@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel
 
-from isopo_trl.integrations.attention import FAMILIES, Attention, Layout, goes_by_distances
+from isopo_trl.integrations.attention import FAMILIES, Attention, Layout, flash_takes, goes_by_distances
 from tests import oracle, tiny, training
 from tests.gradients import architectures
 
@@ -145,6 +145,13 @@ def trainer_for(folder, **settings):
 
 def batch_of_four():
     return oracle.random_batch([3, 1, 5, 4], [6, 8, 1, 4], 100)
+
+
+def test_flash_attention_runs_from_ampere_on_and_heads_of_up_to_256_numbers():
+    sizes = {"hidden_size": 1024, "num_attention_heads": 4}
+    assert flash_takes(LlamaConfig(**sizes), (8, 0)) and flash_takes(LlamaConfig(**sizes), (9, 0))
+    assert not flash_takes(LlamaConfig(**sizes), (7, 5))
+    assert not flash_takes(LlamaConfig(**sizes, head_dim=320), (9, 0))
 
 
 def test_a_step_has_no_mask_and_no_more_padding_than_needed(tmp_path, masks):
