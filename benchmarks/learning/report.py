@@ -672,7 +672,8 @@ class Report:
             for multiple in multiples:
                 results = [found[multiple][seed] for seed in seeds] if multiple in found else []
                 accuracies = spread([100 * accuracy(result) for result in results], "{:.1f} %")
-                cells.append(accuracies + spread(known(map(kl, results)), ", {:.1f}") if results else "not run")
+                divergence = spread(known(map(kl, results)), "{:.1f}")
+                cells.append(f"{accuracies}, {divergence}" if results else "not run")
             lines.append(row(cells))
         return "\n".join([*lines, *self.missing(TASK_TARGETS)])
 
