@@ -307,16 +307,22 @@ def label(method: str) -> str:
     return method
 
 
+def ratios(methods: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Times of steps over that of the first method, or of the first one with LoRA for those that have it."""
+    first: dict[bool, str] = {}
+    found = {}
+    for method, figures in methods.items():
+        base = first.setdefault(method.endswith("+lora"), method)
+        if base != method:
+            found[method] = figures["seconds"] / methods[base]["seconds"]
+    return found
+
+
 def plot(report: dict[str, Any], path: str) -> None:
     """Bars of seconds per optimizer step, one per method, a piece per phase."""
     methods = report["methods"]
     longest = max(figures["seconds"] for figures in methods.values())
-    first: dict[bool, str] = {}  # method with full weights, and with LoRA, that the others are held against
-    shares = []
-    for method, figures in methods.items():
-        base = first.setdefault(method.endswith("+lora"), method)
-        if base != method:
-            shares.append(f"{label(method)} {figures['seconds'] / methods[base]['seconds']:.2f}")
+    shares = [f"{label(method)} {ratio:.2f}" for method, ratio in ratios(methods).items()]
     finding = "\n".join([f"A step's time over that of {label(next(iter(methods)))}:", *shares])
     with card(path, 1.7 + 0.15 * len(shares) + 0.62 * len(methods), finding) as figure:
         axes = figure.subplots()

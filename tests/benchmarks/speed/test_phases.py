@@ -109,7 +109,14 @@ def test_methods_that_start_together_train_in_turns(phases, small, tmp_path, cap
     phases.main([*small, "--methods", "none+lora", "grpo", "--together", "--output", str(tmp_path / "phases.json")])
     steps = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if ", step " in line]
     assert steps == [f"{method}, step {step}" for method in ("none+lora", "grpo") for step in (1, 2)]
-    assert list(json.loads((tmp_path / "phases.json").read_text())["methods"]) == ["none+lora", "grpo"]
+    methods = json.loads((tmp_path / "phases.json").read_text())["methods"]
+    assert {name: of["settings"]["lora"] for name, of in methods.items()} == {"none+lora": 32, "grpo": 0}
+
+
+def test_methods_are_held_against_the_first_that_trains_as_much(phases):
+    seconds = {"grpo:liger": 2.0, "fisher": 1.0, "grpo:liger+lora": 4.0, "fisher+lora": 3.0}
+    methods = {name: {"seconds": of} for name, of in seconds.items()}
+    assert phases.ratios(methods) == {"fisher": 0.5, "fisher+lora": 0.75}
 
 
 def test_every_phase_of_a_run_is_found(phases, small):
