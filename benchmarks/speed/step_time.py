@@ -26,6 +26,7 @@ Several cases in one process, each given as the options in which it differs from
 import argparse
 import copy
 import json
+import statistics
 
 from setting import (
     DEVICE,
@@ -97,6 +98,20 @@ def title(case: argparse.Namespace) -> str:
     return f"{shape}, {case.sequences} x {case.length}, {weights}, {case.dtype}{checkpointing}"
 
 
+def over_liger(figures: dict[str, dict]) -> list[str]:
+    """Lines with time and memory over those of GRPO with Liger's kernels, round by round, where it is measured."""
+    liger = figures.get("grpo:liger")
+    if liger is None:
+        return []
+    lines = [f"{'over liger':12} {'ratio':>6} {'(range)':>13} {'memory':>7}"]
+    for name, of in figures.items():
+        ratios = [a / b for a, b in zip(of["times"], liger["times"], strict=True)]
+        text = f"{name:12} {statistics.median(ratios):6.3f} ({min(ratios):5.2f}-{max(ratios):5.2f})"
+        memory = f"{of['peak_bytes'] / liger['peak_bytes']:7.3f}" if of["peak_bytes"] else f"{'-':>7}"
+        lines.append(f"{text} {memory}")
+    return lines
+
+
 def run(case: argparse.Namespace, repeats: int, with_profile: bool, kernels: int) -> dict[str, dict]:
     variants = {name: Variant(name, case) for name in variant_names(case)}
     inputs = random_batch(case, case.sequences)
@@ -105,6 +120,8 @@ def run(case: argparse.Namespace, repeats: int, with_profile: bool, kernels: int
     print(f"{'':12} {HEADER}")
     for name, values in figures.items():
         print(f"{name:12} {row(values)}")
+    for line in over_liger(figures):
+        print(line)
     if with_profile:
         profiled = profiles(variants, inputs, kernels)
         print(f"{'one step':12} {'GPU ms':>9} {'ratio':>6} {'launches':>8} {'host ms':>8}")
