@@ -195,13 +195,14 @@ class Matrix:
 
     def _like(self, run: Run, finished: Results, parallel: int, shared: bool) -> list[dict[str, Any]]:
         """
-        Finished runs of the same task, model and size of microbatches that shared the machine in the same way: as many
-        at a time, or the next larger number that there is.
+        Finished runs of the same task, model, size of microbatches and number of steps per generation that shared the
+        machine in the same way: as many at a time, or the next larger number that there is.
         """
+        same = ("task", "model", "microbatch", "steps_per_generation")
         like = [
             result
             for result in finished.values()
-            if all(result.get("settings", {}).get(k) == run.settings.get(k) for k in ("task", "model", "microbatch"))
+            if all(result.get("settings", {}).get(key) == run.settings.get(key) for key in same)
             and result["settings"]["steps"] > 0
             and result["hardware"]["parallel"] >= parallel
             and result["hardware"].get("shared_kernels", False) == shared

@@ -86,8 +86,8 @@ def test_each_task_has_the_best_rate_of_its_own_runs(module):
 
 
 def test_what_a_run_takes_is_known_from_runs_made_like_it(module):
-    def took(task, steps, parallel, total, train, microbatch=4):
-        settings = {"task": task, "steps": steps, "microbatch": microbatch}
+    def took(task, steps, parallel, total, train, **more):
+        settings = {"task": task, "steps": steps, "microbatch": 4} | more
         seconds = {"total": total, "train": train, "validation": 6, "test": 3}
         return {"settings": settings, "hardware": {"parallel": parallel}, "seconds": seconds, "validations": [{}, {}]}
 
@@ -98,6 +98,7 @@ def test_what_a_run_takes_is_known_from_runs_made_like_it(module):
         "alone on the machine": took("gsm8k", 4, 1, 7, 4),
         "start": took("gsm8k", 0, 6, 500, 0),
         "smaller microbatches": took("gsm8k", 4, 6, 5000, 4000, microbatch=1),
+        "several steps per generation": took("gsm8k", 4, 6, 60, 30, steps_per_generation=8),
     }
     as_the_matrix_says = 10 + 4 * 6 * (1 + 2 * 0.5)
     assert matrix.expected_seconds(run, others, 6) == as_the_matrix_says
