@@ -188,13 +188,13 @@ class Report:
 
     def differences_from_grpo(self) -> dict[str, dict[str, Estimate]]:
         """Of test accuracy, in points, by seed: of each method, under a title for what it shares with its GRPO."""
-        old = self.by_label(("stale", "stale_p3o", "stale_clipped", "stale_regularized"))
+        old = self.by_label(("stale", "stale_p3o", "stale_clipped", "stale_regularized", *STALE_METHODS))
         blocks = {
             "AdamW": self.main_rows(),
             "8 steps per generation": {name: runs for name, runs in old.items() if "8 steps per" in name},
             "LoRA r = 32": self.rows_at_best("rates_lora", "lora"),
             "Muon": self.rows_at_best("rates_muon", "muon"),
-            "SGD without momentum": {**self.grpo_of(()), **self.by_label(PLAIN_GROUPS)},
+            "SGD": {**self.grpo_of(()), **self.by_label(PLAIN_GROUPS)},
             "The same, weights in bf16": {**self.grpo_of(()), **self.by_label(BF16_GROUPS)},
         }
         found = {}
@@ -202,7 +202,9 @@ class Report:
             base = next((label for label in rows if label.startswith("grpo,")), None)
             others = {label: runs for label, runs in rows.items() if label != base} if base else {}
             estimates = {
-                label.replace(f", {title.rpartition(', ')[2]}", "").removeprefix("plain_"): in_points(runs, rows[base])
+                label.replace(f", {title.rpartition(', ')[2]}", "").replace("`", "").removeprefix("plain_"): in_points(
+                    runs, rows[base]
+                )
                 for label, runs in others.items()
                 if base
             }
@@ -1171,13 +1173,19 @@ def mean_by_problem(pairs: list[tuple[Result, Result]]) -> list[float]:
 def with_interval(values: list[float], interval: tuple[float, float] | None, form: str) -> str:
     if not values:
         return "no seed in common"
-    text = form.format(sum(values) / len(values))
+    text = signed(sum(values) / len(values), form)
     if interval is not None:
-        text += " [" + ", ".join(form.format(end) for end in interval) + "]"
+        text += " [" + ", ".join(signed(end, form) for end in interval) + "]"
     return f"{text}, n = {len(values)}"
 
 
 # Text
+
+
+def signed(value: float, form: str) -> str:
+    """Without a sign of its own for what rounds to zero."""
+    text = form.format(value)
+    return text if float(text) else text.replace("-", "+")
 
 
 def spread(values: list[float], form: str) -> str:

@@ -25,6 +25,7 @@ class ASPO(Gated):
     title = "ASPO"
     credit = "Tokens were weighted by ASPO, as in [Archer2.0](https://github.com/wizard-III/Archer2.0)."
     defaults = {"epsilon": 0.2, "epsilon_high": 0.2}
+    kept_on_resume = tuple(defaults)
 
     def gated(self, tokens: Tokens) -> torch.Tensor:
         z, advantages = tokens.log_ratio.detach(), advantage_of_tokens(tokens)

@@ -10,7 +10,7 @@ or there is no step left. With a negative advantage ratios above 3 are gated, to
 That is the authors' released code (WooooDyy/BAPO, recipe/bapo), with a `target` of 1 in its configuration and of 0.5
 in its README. The paper has another search: terms are weighed by `q`, the upper bound rises first, the bounds end at
 0.9 and 3.0, and the target is a share of 0.4. The sums are over the scored tokens of the optimizer step's microbatches
-so far, on all ranks; in that code over those of one microbatch of each.
+so far, or of a microbatch, as in that code (`token_weights_scope`), on all ranks.
 """
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from ..geometry.statistics import scalar_dtype
 from ..settings.ranges import GIVE_AT_LEAST_0
 from .gates import advantage_of_tokens, gate
-from .weighting import Tokens, Weighted, Weighting, register
+from .weighting import SCOPE, Tokens, Weighted, Weighting, register
 
 
 LOWER = [0.6 + 0.05 * step for step in range(5)]
@@ -32,18 +32,25 @@ class BAPO(Weighting):
 
     title = "BAPO"
     credit = "Tokens were weighted by [BAPO](https://huggingface.co/papers/2510.18927)."
-    settings = kept_on_resume = ("bapo_target",)
+    looks_across_sequences = False  # without an advantage, nothing is added to the sums
+    settings = kept_on_resume = ("bapo_target", "token_weights_scope")
     _meaning = "is what tokens with a positive advantage are to weigh beside those with a negative one"
-    ranges = {"bapo_target": (GIVE_AT_LEAST_0, _meaning)}
+    ranges = {**SCOPE, "bapo_target": (GIVE_AT_LEAST_0, _meaning)}
 
     def weigh(self, tokens: Tokens) -> Weighted:
         advantages, ratio = advantage_of_tokens(tokens), tokens.log_ratio.detach().exp()
-        sums = self.observe(tokens, *contributions(ratio, advantages, tokens.mask))
-        low, high = bounds(sums[4:], self.args.bapo_target)
+        found = contributions(ratio, advantages, tokens.mask)
+        if self.args.token_weights_scope == "step":
+            sums = self.observe(tokens, *found)
+            low, high = bounds(sums[4:], self.args.bapo_target)
+        else:
+            low, high = bounds(self.ranks.reduce(found, reduction="sum"), self.args.bapo_target)
+            sums = self.observe(tokens, low, high, torch.ones_like(low))  # of which the log has the mean
         return Weighted(weights=gate(ratio, advantages, low, high, dual=DUAL), sums=sums)
 
     def figures(self, sums: torch.Tensor) -> dict[str, torch.Tensor]:
-        low, high = bounds(sums[4:], self.args.bapo_target)
+        of_step = self.args.token_weights_scope == "step"
+        low, high = bounds(sums[4:], self.args.bapo_target) if of_step else sums[4:6] / sums[6]
         return {**super().figures(sums), "clip_low": low, "clip_high": high}
 
 

@@ -25,6 +25,7 @@ class DCPO(Gated):
     title = "DCPO"
     credit = "Tokens were weighted by the clipping of [DCPO](https://github.com/lime-RL/DCPO)."
     defaults = {"epsilon": 0.16, "epsilon_high": 0.2}
+    kept_on_resume = tuple(defaults)
 
     def gated(self, tokens: Tokens) -> torch.Tensor:
         low, high = bounds(behaviour_of_tokens(tokens).exp(), self.args.epsilon, self.args.epsilon_high)

@@ -1,10 +1,11 @@
 """
-M2PO ([Second-Moment Trust Policy Optimization](https://huggingface.co/papers/2510.01161)): `w_t = r_t`, and 0 for as
-few of the harmful tokens as it takes to bring their mean `(log r)^2` down to a budget. Harmful are those that lead on:
-`A > 0` and `r > 1`, or `A < 0` and `r < 1`.
+M2PO ([Second-Moment Trust Policy Optimization](https://huggingface.co/papers/2510.01161)): `w_t = r_t`, and 0 for
+harmful tokens whose `(log r)^2` is above a bound. Harmful are those that lead on: `A > 0` and `r > 1`, or `A < 0` and
+`r < 1`. The bound is the one at which the mean of their `(log r)^2`, each cut down to the bound, meets a budget.
 
-The mean is over the harmful tokens of the optimizer step's microbatches so far, on all ranks; in the authors' code
-(Infini-AI-Lab/M2PO) over those of a microbatch.
+The mean is over the harmful tokens of the optimizer step's microbatches so far, or of a microbatch
+(`token_weights_scope`), on all ranks; in the authors' code (Infini-AI-Lab/M2PO) over those of a microbatch of one rank.
+That code can also be given a least range; nothing is clipped within it. Its scripts give none, and there is none here.
 """
 
 import math
@@ -14,8 +15,8 @@ import torch
 
 from ..geometry.statistics import scalar_dtype
 from ..settings.ranges import GIVE_AT_LEAST_0
-from .gates import Gated, advantage_of_tokens
-from .weighting import Ranks, Tokens, register
+from .gates import Gated, advantage_of_tokens, behaviour_of_tokens
+from .weighting import SCOPE, Ranks, Tokens, register
 
 
 @register("m2po")
@@ -24,25 +25,25 @@ class M2PO(Gated):
 
     title = "M2PO"
     credit = "Tokens were weighted by [M2PO](https://huggingface.co/papers/2510.01161)."
-    looks_across_sequences = True
-    settings = kept_on_resume = ("m2po_budget",)
-    ranges = {"m2po_budget": (GIVE_AT_LEAST_0, "is the mean of (log r)^2 that harmful tokens may have")}
+    settings = kept_on_resume = ("m2po_budget", "token_weights_scope")
+    ranges = {**SCOPE, "m2po_budget": (GIVE_AT_LEAST_0, "is the mean of (log r)^2 that harmful tokens may have")}
 
     def __init__(self, args: Any, ranks: Ranks | None = None):
         super().__init__(args, ranks)
-        # (log r)^2 of the step's harmful tokens so far, on all ranks
+        # (log r)^2 of the step's harmful tokens so far, on all ranks; None where each microbatch is for itself
         self._seen: torch.Tensor | None = None
 
     def gated(self, tokens: Tokens) -> torch.Tensor:
-        advantages, z = advantage_of_tokens(tokens), tokens.log_ratio.detach()
+        # Not cut as the ratio is: the tokens that are the furthest off are those that the bound is for
+        advantages, z = advantage_of_tokens(tokens), tokens.logps.detach() - behaviour_of_tokens(tokens)
         harmful = tokens.mask.bool() & ((advantages > 0) & (z > 0) | (advantages < 0) & (z < 0))
         moments = z.to(scalar_dtype(z.device)).square()
-        bound = largest_moment(self._of_the_step(moments[harmful]), self.args.m2po_budget)
-        return z.exp().masked_fill(harmful & (moments > bound), 0)
+        bound = largest_moment(self._in_scope(moments[harmful]), self.args.m2po_budget)
+        return tokens.log_ratio.detach().exp().masked_fill(harmful & (moments > bound), 0)
 
-    def _of_the_step(self, moments: torch.Tensor) -> torch.Tensor:
+    def _in_scope(self, moments: torch.Tensor) -> torch.Tensor:
         moments = self.gather(moments)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.args.token_weights_scope == "step":
             self._seen = moments = moments if self._seen is None else torch.cat([self._seen, moments])
         return moments
 

@@ -139,8 +139,8 @@ class Weighting(ABC):
         of_plain_steps (`bool`): whether it looks at what a step along the gradient does to the LM head: it is told the
             head's figures and the learning rate, and means steps of SGD without momentum.
         goes_back_twice (`bool`): whether there is an unscaled term, which has a backward pass of its own.
-        looks_across_sequences (`bool`): whether what becomes of a sequence depends on others, or it matters even
-            without an advantage. Then `skip_zero_advantage` leaves out none unless all ratios are 1.
+        looks_across_sequences (`bool`): whether a sequence without an advantage matters, to others or by itself. Then
+            `skip_zero_advantage` leaves out none unless all ratios are 1.
 
     Args:
         args ([`ISOPOConfig`]): the settings, as checked by [`refusals`].
@@ -268,6 +268,15 @@ class Weighting(ABC):
     def reset(self) -> None:
         """Forget the step under way."""
         self.sums = None
+
+
+# Of those that take bounds from a batch
+SCOPE: dict[str, tuple[Bound, str]] = {
+    "token_weights_scope": (
+        (lambda x: x in ("step", "microbatch"), "'step' or 'microbatch'"),
+        "says which tokens bounds are taken from",
+    )
+}
 
 
 # The registry

@@ -232,13 +232,17 @@ def test_numbers_of_the_readme_are_those_of_the_figures_that_it_links():
     """Which are made from the runs' files, or committed with the command that printed them."""
     rows = table("README.md", "What has been measured")
     assert len(rows) >= 5
-    for claim, figures, _ in rows:
+    for claim, figures, n in rows:
         path, _, anchor = re.search(r"\]\(([^)]+)\)", claim)[1].partition("#")
         page = (ROOT / path).read_text()
         sections = {slug(part.partition("\n")[0]): part for part in page.split("\n## ")}
         there = re.findall(r"[\d.]*\d", sections[anchor] if anchor else page)
         claimed = re.findall(r"[\d.]*\d", re.sub(r"`[^`]*`", "", figures))
         assert claimed and {*claimed} <= {*there}, claim
+        # With an interval, in the very words of the report
+        seeds = re.fullmatch(r"(\d+) seeds", n)
+        for figure in re.findall(r"[-+][\d.]+ \[[^]]+\]", figures):
+            assert seeds and f"{figure}, n = {seeds[1]}" in sections[anchor], claim
 
 
 def test_the_readme_is_one_screen():

@@ -122,6 +122,8 @@ def random_logps(batch):
         {"token_weights": "kpo", "epsilon": 0.2, "epsilon_high": 0.2, "loss_type": "bnpo"},
         {"epsilon": 0.2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
         {"off_policy_mask_threshold": 0.1},
+        {"token_weights": "m2po"},
+        {"token_weights": "bapo", "bapo_target": 0.5},
         {"token_weights": "p3o", "rule": "fisher"},
     ],
     ids=str,

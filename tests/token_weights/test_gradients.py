@@ -9,6 +9,7 @@ import isopo_trl.trainer
 from tests import oracle
 from tests.gradients.test_oracle import RULES, build, trainer_for
 from tests.token_weights.definition import (
+    METHODS,
     WEIGHTS,
     compare,
     definition,
@@ -29,12 +30,17 @@ pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 
 def crossed():
-    """P3O with every rule, the others with one each; with full weights or with LoRA."""
+    """
+    P3O with every rule, the others with one each, with full weights or with LoRA; the field's methods without a rule as
+    well, with the other of the two.
+    """
     for number, name in enumerate(WEIGHTS):
         for place, rule in enumerate(RULES):
             if name == "p3o" or place == number % len(RULES):
                 lora = (number + place // 2) % 2 == 1
                 yield pytest.param(name, lora, rule, id=f"{name}-{'lora' if lora else 'full'}-{rule}")
+                if name in METHODS and rule != "none":
+                    yield pytest.param(name, not lora, "none", id=f"{name}-{'full' if lora else 'lora'}-none")
 
 
 @pytest.mark.parametrize(("name", "lora", "rule"), list(crossed()))

@@ -8,7 +8,7 @@ import torch
 from isopo_trl import ISOPOConfig
 from isopo_trl.token_weights import named
 from tests import training
-from tests.token_weights.definition import METHODS, bapo_bounds, method_weights, scored_as_tokens
+from tests.token_weights.definition import METHODS, Token, bapo_bounds, m2po_bound, method_weights, scored_as_tokens
 
 
 def weighting(method, **settings):
@@ -55,6 +55,48 @@ def test_weights_are_the_formula_for_each_token_of_a_step(method):
     elif method != "pspo":
         assert figures["gated"].item() == pytest.approx(gated / len(before))
     assert own.step() == {}
+
+
+@pytest.mark.parametrize("method", ["m2po", "bapo"])
+def test_with_the_scope_of_a_microbatch_each_has_bounds_of_its_own(method):
+    own, bounds = weighting(method, token_weights_scope="microbatch"), []
+    for seed, spread in ((3, 0.25), (4, 0.6), (5, 2.0)):
+        logps, behaviour, mask, advantages = microbatch(seed, spread)
+        tokens = scored_as_tokens(logps, behaviour, mask, advantages)
+        weights = own(logps.clone().requires_grad_(), behaviour, mask, advantages).weights
+        assert ((weights - method_weights(method, {}, tokens, mask.shape)).abs() * mask).max() < 1e-9
+        bounds.append(bapo_bounds(tokens.values(), 1.0))
+    figures = own.step()
+    if method == "bapo":
+        found = [figures[f"clip_{name}"].item() for name in ("low", "high")]
+        assert found == pytest.approx([sum(values) / 3 for values in zip(*bounds, strict=True)])
+        assert len(set(bounds)) > 1
+
+
+def test_m2po_sees_how_far_off_a_token_is_beyond_where_ratios_are_cut():
+    """Among 5000 tokens a log-ratio of 20 is over the budget, and one of 10, at which ratios are cut, is not."""
+    logps, behaviour = torch.full((2, 1, 5001), -20.0, dtype=torch.float64)
+    behaviour -= 0.05
+    mask, advantages = torch.ones(1, 5001), torch.ones(1, dtype=torch.float64)
+    for last, expected in ((-30.0, math.exp(10)), (-40.0, 0.0), (-math.inf, 0.0)):
+        behaviour[0, -1] = last
+        weights = weighting("m2po")(logps, behaviour, mask, advantages).weights[0]
+        assert weights[-1].item() == pytest.approx(expected)
+        assert weights[:-1].tolist() == pytest.approx([math.exp(0.05)] * 5000)
+    tokens = [Token(-20.0, -20.05, 1.0)] * 5000
+    bounds = [m2po_bound([*tokens, Token(-20.0, last, 1.0)], 0.04) for last in (-30.0, -40.0)]
+    assert bounds == [math.inf, pytest.approx(0.05**2)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sequences_without_an_advantage_change_nothing_for_the_others(method):
+    """So that they may be left out."""
+    whole, parts = weighting(method), weighting(method)
+    assert not whole.looks_across_sequences
+    for seed, spread in ((3, 0.25), (4, 0.6), (5, 2.0)):
+        rows = microbatch(seed, spread)
+        kept = rows[3] != 0
+        assert torch.equal(whole(*rows).weights[kept], parts(*(row[kept] for row in rows)).weights)
 
 
 def test_bounds_of_bapo_rise_until_the_target_is_met_or_there_is_no_step_left():
