@@ -189,12 +189,18 @@ class ISOPOConfig(GRPOConfig):
         dppo_cap (`float`, *optional*, defaults to `20.0`):
             Largest ratio by which DPPO weighs a token.
         m2po_budget (`float`, *optional*, defaults to `0.04`):
-            Mean of `(log r)^2` that M2PO leaves to the tokens that lead on.
+            Mean of `(log r)^2` of the tokens that lead on, each cut down to M2PO's bound. Tokens beyond the bound are
+            gated.
         pspo_alpha (`float`, *optional*, defaults to `0.1`):
             The behaviour policy's share of PSPO's smoothed policy, from 0 to below 1.
         bapo_target (`float`, *optional*, defaults to `1.0`):
             What BAPO has tokens with a positive advantage weigh beside those with a negative one, before it stops to
             widen its bounds.
+        token_weights_scope (`str`, *optional*, defaults to `"step"`):
+            Which tokens M2PO and BAPO take their bounds from, on all ranks. Possible values are:
+
+            - `"step"`: those of the optimizer step, as far as its microbatches have been seen.
+            - `"microbatch"`: those of a microbatch, as in the authors' code.
         capo_tau_h (`float`, *optional*, defaults to `0.01`):
             Change of the objective, by a plain step at the LM head along one token's gradient, from which on CAPO
             gates the token.
@@ -212,11 +218,13 @@ class ISOPOConfig(GRPOConfig):
             - `"empg"`: advantages weighed by the entropy of a completion's tokens (EMPG, one turn).
             - `"cppo"`: of each group, the completions with the largest advantages alone (CPPO).
             - `"simpletir"`: none of completions with a void turn (SimpleTIR).
+            - `"gtpo"`: advantages less a part of the entropy, and none of uncertain completions (GTPO).
             - The name of a transform that was added with `isopo_trl.advantages.register`.
         redit_noise (`str`, *optional*, defaults to `"uniform"`):
             ReDit's noise: `"uniform"` or `"gaussian"`.
-        redit_scale (`float`, *optional*, defaults to `0.05`):
-            How far uniform noise reaches to either side, or the deviation of Gaussian noise.
+        redit_scale (`float`, *optional*):
+            How far uniform noise reaches to either side, or the deviation of Gaussian noise, with which it has to be
+            given: the sources have no number. If `None`, 0.05 for uniform noise.
         pacs_beta (`float`, *optional*, defaults to `1.0`):
             PACS's factor of the log-ratios.
         empg_k (`float`, *optional*, defaults to `1.0`):
@@ -224,11 +232,15 @@ class ISOPOConfig(GRPOConfig):
         g2rl_lambda (`float`, *optional*):
             How much novelty scales a reward in G2RL, with which it has to be given: the paper has no number.
         cppo_pruning (`float`, *optional*, defaults to `0.5`):
-            Share of a group's completions that CPPO leaves out, from 0 to below 1.
+            Share of a group's completions that CPPO leaves out, from 0 to below 1, rounded down to whole completions.
         simpletir_answer (`str`, *optional*, defaults to `"\\\\boxed{"`):
             Regular expression by which SimpleTIR knows an answer. GSM8K's is `"####"`.
         simpletir_deviation (`float`, *optional*, defaults to `0.001`):
             Deviation of a group's rewards below which SimpleTIR leaves the group out.
+        gtpo_entropy (`float`, *optional*, defaults to `0.1`):
+            How much of a completion's mean entropy GTPO subtracts from its advantage.
+        gtpo_threshold (`float`, *optional*, defaults to `0.6931471805599453`):
+            Mean entropy, in nats, above which GTPO drops a completion; by default ln 2.
         kl_in_reward (`bool`, *optional*, defaults to `False`):
             Whether to subtract `beta` times the KL divergence to the reference model from the reward, as TRL's
             `RLOOTrainer` does, instead of adding it to the loss. There it takes part in the advantages and needs no
@@ -304,17 +316,20 @@ class ISOPOConfig(GRPOConfig):
     m2po_budget: float = 0.04
     pspo_alpha: float = 0.1
     bapo_target: float = 1.0
+    token_weights_scope: str = "step"
     capo_tau_h: float = 0.01
     capo_tau_f: float = 1e-4
     advantage_transform: str | None = None
     redit_noise: str = "uniform"
-    redit_scale: float = 0.05
+    redit_scale: float | None = None
     pacs_beta: float = 1.0
     empg_k: float = 1.0
     g2rl_lambda: float | None = None
     cppo_pruning: float = 0.5
     simpletir_answer: str = r"\\boxed{"
     simpletir_deviation: float = 0.001
+    gtpo_entropy: float = 0.1
+    gtpo_threshold: float = math.log(2)
     kl_in_reward: bool = False
     target_kl: float | str | None = None
     log_step_kl: bool = False

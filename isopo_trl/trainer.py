@@ -215,6 +215,7 @@ class ISOPOTrainer(GRPOTrainer):
         """What the user should know of the settings before training."""
         args = self.args
         yield from self.weighting.warnings()
+        yield from self.transforms.warnings()
         yield from advice.of_settings(args, self.isopo.rule, self.weighting, self.optimizer)
         others_draw = self.use_vllm or self.use_transformers_continuous_batching or self.rollout_func is not None
         is_one = not (others_draw or args.uses_stale_data) and samples_at_temperature(args)  # the ratio, by definition

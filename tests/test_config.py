@@ -19,8 +19,8 @@ ADDED = [
     for field in dataclasses.fields(ISOPOConfig)
     if field.name not in {field.name for field in dataclasses.fields(GRPOConfig)}
 ]
-OF_TOKENS = ("kpo_", "dppo_", "m2po_", "pspo_", "bapo_", "capo_")
-OF_ADVANTAGES = ("redit_", "pacs_", "empg_", "g2rl_", "cppo_", "simpletir_")
+OF_TOKENS = ("kpo_", "dppo_", "m2po_", "pspo_", "bapo_", "capo_", "token_weights_scope")
+OF_ADVANTAGES = ("redit_", "pacs_", "empg_", "g2rl_", "cppo_", "simpletir_", "gtpo_")
 NAN, INF = float("nan"), float("inf")
 CLIP, SAMPLER = "vllm_importance_sampling_clip", {"token_weights": "sampler"}
 KPO, P3O = {"token_weights": "kpo"}, {"token_weights": "p3o"}
@@ -94,11 +94,11 @@ REFUSED = [
         for weights in (KPO, P3O)
     ),
     *(
-        ({"token_weights": weights, name: value}, [f"{name}={value}", "give a"])
+        ({"token_weights": weights, name: value}, [f"{name}={value}", "give"])
         for weights, name, value in (
             *(("dppo_tv", "dppo_delta", -0.1), ("dppo_kl", "dppo_delta", NAN), ("dppo_kl", "dppo_cap", 0.0)),
             *(("m2po", "m2po_budget", INF), ("pspo", "pspo_alpha", 1.0), ("bapo", "bapo_target", -1.0)),
-            *(("capo", "capo_tau_h", 0.0), ("capo", "capo_tau_f", INF)),
+            *(("capo", "capo_tau_h", 0.0), ("capo", "capo_tau_f", INF), ("m2po", "token_weights_scope", "batch")),
         )
     ),
     ({"token_weights": "dcpo", "delta": 2.0}, ["delta=2.0", "token_weights='dcpo'", "remove"]),
@@ -120,6 +120,34 @@ REFUSED = [
     ({"advantage_transform": ["dcpo", 1]}, ["advantage_transform=['dcpo', 1]", "a text or None"]),
     ({"advantage_transform": "cppo,redit"}, ["'redit'", "undo", "'cppo'", "put 'redit' first"]),
     ({"advantage_transform": "redit,empg,dcpo"}, ["'dcpo'", "undo", "'empg'", "put 'dcpo' first"]),
+    ({"advantage_transform": "empg,redit,cppo"}, ["'redit'", "undo", "'empg'", "put 'redit' first"]),
+    ({"advantage_transform": "redit,g2rl", "g2rl_lambda": 1.0}, ["'g2rl' needs", "1 and -1", "put 'g2rl' first"]),
+    *(
+        ({"advantage_transform": given, "g2rl_lambda": 1.0}, ["'pacs' needs rewards of 0 and 1", repr(other), "out"])
+        for given, other in (
+            *(("g2rl,pacs", "g2rl"), ("pacs,g2rl", "g2rl"), ("redit,g2rl,pacs", "redit"), ("g2rl,empg,pacs", "g2rl")),
+        )
+    ),
+    *(
+        ({"advantage_transform": given}, ["'pacs' needs rewards of 0 and 1", "'redit'", "leave one of them out"])
+        for given in ("redit,pacs", "pacs,redit", "redit,empg,pacs")
+    ),
+    *(
+        ({"advantage_transform": given, "scale_rewards": "none"}, ["'gtpo' would", left_out, "put 'gtpo' first"])
+        for given, left_out in (("cppo,gtpo", "cppo"), ("simpletir,gtpo", "simpletir"))
+    ),
+    ({"advantage_transform": "gtpo,empg", "scale_rewards": "none"}, ["'empg'", "undo", "put 'empg' first"]),
+    ({"advantage_transform": "gtpo"}, ["='gtpo'", "scale_rewards='group'", "set scale_rewards='none'"]),
+    ({"advantage_transform": "redit,gtpo", "scale_rewards": "batch"}, ["='batch'", "set scale_rewards='none'"]),
+    (
+        {"advantage_transform": "gtpo", "multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+        ["='gtpo'", "='normalize_then_sum'", "'sum_then_normalize'"],
+    ),
+    ({"gtpo_threshold": 1.0, "token_weights": "gtpo", "group_microbatches": True}, ["gtpo_threshold=1.0", "'gtpo'"]),
+    (
+        {"advantage_transform": "redit", "redit_noise": "gaussian"},
+        ["redit_noise='gaussian'", "redit_scale", "no number", "give a"],
+    ),
     ({"advantage_transform": "dcpo,pacs"}, ["two", "(dcpo, pacs)", "keep one"]),
     ({"advantage_transform": "empg,empg"}, ["advantage_transform='empg,empg'", "twice", "keep one"]),
     ({"advantage_transform": "dcpo", "scale_rewards": "none"}, ["scale_rewards='none'", "'dcpo'", "remove"]),
@@ -141,8 +169,9 @@ REFUSED = [
             *(("redit_noise", "pink", "'uniform', 'gaussian'"), ("redit_scale", INF, "finite")),
             *(("redit_scale", -0.1, "at least 0"), ("pacs_beta", 0.0, "above 0"), ("empg_k", NAN, "at least 0")),
             *(("g2rl_lambda", -1.0, "at least 0"), ("cppo_pruning", 1.0, "below 1"), ("cppo_pruning", NAN, "below 1")),
-            *(("cppo_pruning", 0.7, "num_generations=3"), ("simpletir_answer", "(", "regular expression")),
-            *(("simpletir_answer", "", "not empty"), ("simpletir_deviation", -1.0, "at least 0")),
+            *(("simpletir_answer", "(", "regular expression"), ("simpletir_answer", "", "not empty")),
+            *(("simpletir_deviation", -1.0, "at least 0"), ("gtpo_entropy", -0.1, "at least 0")),
+            *(("gtpo_threshold", 0.0, "above 0"), ("gtpo_threshold", NAN, "above 0")),
         )
     ),
     # Numbers that leave no reward, turn it round, or drop it
@@ -200,7 +229,10 @@ def test_object_of_its_own_refuses_the_same_settings():
         {**KPO, "kpo_gain": 1.0, "kpo_stop_gradient": True, "loss_type": "luspo"},
         {**KPO, "kpo_initial_variance": 0.0, "epsilon": 0.0, "epsilon_high": 0.0},
         {**KPO, "kpo_process_noise": 0.0},
-        {"advantage_transform": ["redit", "dcpo", "empg", "cppo"], "redit_noise": "gaussian", "cppo_pruning": 0.6},
+        {"advantage_transform": ["redit", "dcpo", "empg", "cppo"], "redit_noise": "gaussian", "redit_scale": 0.05}
+        | {"cppo_pruning": 0.9},
+        {"advantage_transform": "redit,empg,gtpo,cppo", "scale_rewards": False, "gtpo_threshold": INF},
+        {"advantage_transform": "dcpo,gtpo"},  # which makes advantages of its own
         {"advantage_transform": "empg,cppo", "multi_objective_aggregation": "normalize_then_sum"},
         # A setting at its default is no setting
         {"kpo_initial_variance": 1.0, "kpo_process_noise": 1e-6, "kpo_gain": None, "kpo_stop_gradient": False},
@@ -342,9 +374,11 @@ BESIDE = [
     {"token_weights": "dppo_kl", "dppo_delta": 0.1, "dppo_cap": 5.0},
     {"token_weights": "m2po", "m2po_budget": 0.1},
     {"token_weights": "pspo", "pspo_alpha": 0.2},
-    {"token_weights": "bapo", "bapo_target": 0.5},
+    {"token_weights": "bapo", "bapo_target": 0.5, "token_weights_scope": "microbatch"},
     {"token_weights": "capo", "capo_tau_h": 0.1, "capo_tau_f": 1e-3},
-    {"advantage_transform": "redit,pacs", "redit_noise": "gaussian", "redit_scale": 0.1, "pacs_beta": 2.0},
+    {"advantage_transform": "redit,empg", "redit_noise": "gaussian", "redit_scale": 0.1},
+    {"advantage_transform": "pacs", "pacs_beta": 2.0},
+    {"advantage_transform": "gtpo", "scale_rewards": "none", "gtpo_entropy": 0.2, "gtpo_threshold": 1.0},
     {"advantage_transform": "g2rl,empg", "g2rl_lambda": 0.5, "empg_k": 2.0},
     {"advantage_transform": "simpletir,cppo", "simpletir_answer": "####", "simpletir_deviation": 0.01}
     | {"cppo_pruning": 0.25},

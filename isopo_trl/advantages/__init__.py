@@ -9,6 +9,7 @@ from .cppo import CPPO
 from .dcpo import DCPO
 from .empg import EMPG
 from .g2rl import G2RL
+from .gtpo import GTPO
 from .normalisation import normalised, totals
 from .pacs import PACS
 from .redit import ReDit
@@ -18,5 +19,5 @@ from .transform import STAGES, TRANSFORMS, Generation, Rollout, Transform, named
 
 
 __all__ = ["STAGES", "TRANSFORMS", "Chain", "Generation", "Measured", "Rollout", "Transform"]
-__all__ += ["CPPO", "DCPO", "EMPG", "G2RL", "PACS", "ReDit", "SimpleTIR"]
+__all__ += ["CPPO", "DCPO", "EMPG", "G2RL", "GTPO", "PACS", "ReDit", "SimpleTIR"]
 __all__ += ["named", "normalised", "refusals", "register", "totals"]

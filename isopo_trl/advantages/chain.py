@@ -39,6 +39,16 @@ class Chain:
         """The settings of all transforms."""
         return tuple(name for transform in self.transforms for name in transform.settings)
 
+    def warnings(self) -> list[str]:
+        """What the user should know before training."""
+        if not (self.selecting and self._args.group_microbatches):
+            return []
+        return [
+            f"advantage_transform={','.join(self.selecting)!r} leaves completions out of the loss, and "
+            "group_microbatches=True computes a group whole if one of its completions is in it, so that no time is "
+            "saved on the others: set group_microbatches=False, unless token_weights need it."
+        ]
+
     def refuse(self, turns: list[str], is_sharded: bool, needing_all: list[str]) -> None:
         """
         Raise where the settings leave a transform without a meaning.

@@ -8,7 +8,8 @@ and the mean of A' over all steps is subtracted. `k` is 1.
 
 This is the case of one turn: a completion is one step, there is no next one, and the term with `zeta` (0.05 or 0.1 in
 the sources) is not there. The batch is the generation, of all ranks. Since its mean is subtracted, a group in which
-all rewards are the same has an advantage, too.
+all rewards are the same has an advantage, too. A completion without scored tokens has no entropy: it keeps its
+advantage, and is left out of the scale and of both means.
 """
 
 import torch
@@ -28,12 +29,12 @@ class EMPG(Transform):
     needs_one_turn = True
 
     def apply(self, generation: Generation) -> torch.Tensor:
-        scored = generation.is_scored
-        if not scored.any():
+        counted = generation.is_scored & generation.rollout.has_tokens
+        if not counted.any():
             return generation.advantages
-        weights = modulation(generation.rollout.entropies[scored], self.args.empg_k)
-        modulated = generation.advantages[scored] * weights
-        return generation.advantages.masked_scatter(scored, modulated - modulated.mean())
+        weights = modulation(generation.rollout.entropies[counted], self.args.empg_k)
+        modulated = generation.advantages[counted] * weights
+        return generation.advantages.masked_scatter(counted, modulated - modulated.mean())
 
 
 def modulation(entropies: torch.Tensor, k: float) -> torch.Tensor:

@@ -11,6 +11,8 @@ and advantages are made of `r'` as usual. Rewards are 1 and -1. `nu` is scaled t
 
 For wrong answers the paper's text and its formula disagree. This is the formula: with `r = -1`, `r' = -1 + lambda nu`,
 so that a wrong answer in a new direction is punished less. `lambda` is not given there, and has to be chosen.
+
+A completion without scored tokens has no direction: it keeps its reward, and is none of the others.
 """
 
 import torch
@@ -34,12 +36,14 @@ class G2RL(Transform):
     _meaning = "is how much novelty scales a reward, for which the paper has no number"
     ranges = {"g2rl_lambda": (GIVE_AT_LEAST_0, _meaning)}
     takes_rewards = (1, -1)
+    gives_any_reward = True
     needs_head = True
 
     def apply(self, generation: Generation) -> torch.Tensor:
         rewards = generation.rewards
         shaped = rewards.clone()
         for places in generation.places():
+            places = places[generation.rollout.has_tokens[places]]
             if len(places) > 1:
                 nu = novelty(generation.rollout.sensitivities[places], rewards[places])
                 factor = 1 + self.args.g2rl_lambda * rewards[places] * nu

@@ -56,6 +56,10 @@ class Measured:
         return self._of_all_ranks(keys)[:: self._group]
 
     @cached_property
+    def has_tokens(self) -> torch.Tensor:
+        return self._of_all_ranks(self._batch.scored.any(1).int()).bool()
+
+    @cached_property
     def entropies(self) -> torch.Tensor:
         entropies, scored = self._scoring.entropies(self._batch, self._rows), self._batch.scored
         means = (entropies.to(scalar_dtype(entropies.device)) * scored).sum(1) / scored.sum(1).clamp(min=1)

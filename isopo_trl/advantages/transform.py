@@ -1,5 +1,6 @@
 """What a transform of advantages is, and the registry of those there are."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,8 +24,12 @@ class Rollout(Protocol):
         """`[N / G]`, a key of each prompt, the same whenever it comes again."""
 
     @property
+    def has_tokens(self) -> torch.Tensor:
+        """`[N]`, which completions have scored tokens: not those that `mask_truncated_completions` has masked."""
+
+    @property
     def entropies(self) -> torch.Tensor:
-        """`[N]`, the mean entropy of the distributions that a completion's tokens were drawn from."""
+        """`[N]`, the mean entropy of the distributions that a completion's tokens were drawn from; 0 without any."""
 
     @property
     def log_ratios(self) -> torch.Tensor:
@@ -32,7 +37,10 @@ class Rollout(Protocol):
 
     @property
     def sensitivities(self) -> torch.Tensor:
-        """`[N, d]`, the mean over a completion's tokens of `W_y - sum_v p_v W_v`, with the rows `W` of the LM head."""
+        """
+        `[N, d]`, the mean over a completion's tokens of `W_y - sum_v p_v W_v`, with the rows `W` of the LM head; 0
+        without any.
+        """
 
     def which(self, holds: Callable[[Any], bool]) -> torch.Tensor:
         """`[N]`, of which completions, texts or lists of messages, something holds."""
@@ -86,6 +94,7 @@ class Transform(ABC):
         settings (`tuple[str, ...]`): fields of the configuration that are its own: refused without it.
         ranges (`dict[str, tuple]`): ranges of some of these, by their names, and what messages say that they are.
         takes_rewards (`tuple[int, int]`, *optional*): the only two rewards that it takes.
+        gives_any_reward (`bool`): whether it makes rewards of any size, after which none that takes only two can come.
         needs_behaviour (`bool`): whether it asks for [`Rollout.log_ratios`].
         needs_head (`bool`): whether it asks for [`Rollout.sensitivities`].
         needs_one_turn (`bool`): whether it has no meaning for completions in which a tool or environment has written.
@@ -101,6 +110,7 @@ class Transform(ABC):
     settings: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[dict[str, tuple[Bound, str]]] = {}
     takes_rewards: ClassVar[tuple[int, int] | None] = None
+    gives_any_reward: ClassVar[bool] = False
     needs_behaviour: ClassVar[bool] = False
     needs_head: ClassVar[bool] = False
     needs_one_turn: ClassVar[bool] = False
@@ -115,8 +125,7 @@ class Transform(ABC):
         yield (
             cls.takes_rewards is not None and args.kl_in_reward,
             f"kl_in_reward=True makes rewards of any size, and advantage_transform={cls.name!r} needs rewards of "
-            f"{' and '.join(map(str, cls.takes_rewards or ()))}: set kl_in_reward=False, which leaves the divergence "
-            "in the loss.",
+            f"{_both(cls.takes_rewards)}: set kl_in_reward=False, which leaves the divergence in the loss.",
         )
 
     def verify_rewards(self, generation: Generation) -> None:
@@ -191,16 +200,33 @@ def named(names: str | None) -> list[type[Transform]]:
     return [TRANSFORMS[name] for name in listed]
 
 
+def _wrong_after(one: type[Transform], other: type[Transform]) -> str:
+    """Why `other` cannot come after `one`; nothing where it can."""
+    if STAGES.index(one.stage) > STAGES.index(other.stage):
+        return f"{other.name!r} would undo what {one.name!r} does, as {other.stage} come before {one.stage}"
+    if one.gives_any_reward and other.takes_rewards is not None:
+        return f"{other.name!r} needs rewards of {_both(other.takes_rewards)}, which {one.name!r} changes"
+    return ""
+
+
+def _both(rewards: tuple[int, int] | None) -> str:
+    return " and ".join(map(str, rewards or ()))
+
+
 def refusals(args: Any) -> Iterator[tuple[bool, str]]:
     """All that the transforms, chosen or not, find wrong with the settings."""
     given = args.advantage_transform
     chosen = named(given)
-    for one, other in zip(chosen, chosen[1:], strict=False):
-        yield (
-            STAGES.index(one.stage) > STAGES.index(other.stage),
-            f"advantage_transform={given!r}: {other.name!r} would undo what {one.name!r} does, as {other.stage} come "
-            f"before {one.stage}: put {other.name!r} first.",
-        )
+    pairs = [
+        (_wrong_after(one, other), _wrong_after(other, one), other)
+        for one, other in itertools.combinations(dict.fromkeys(chosen), 2)
+    ]
+    # Those first that go in no order
+    for wrong, turned, other in sorted(pairs, key=lambda pair: not pair[1]):
+        remedy = f"put {other.name!r} first"
+        if turned:
+            remedy = f"the other way round {turned}, so leave one of them out"
+        yield bool(wrong), f"advantage_transform={given!r}: {wrong}: {remedy}."
     normalising = [transform.name for transform in chosen if transform.stage == "normalisation"]
     yield (
         len(normalising) > 1 or len({*chosen}) < len(chosen),

@@ -4,10 +4,10 @@ import math
 import statistics
 
 
-def groups(values, group):
-    """The completions of each prompt, by their places; those without a reward are left out."""
+def groups(values, group, masked=()):
+    """The completions of each prompt, by their places; those without a reward are left out, and those `masked`."""
     for first in range(0, len(values), group):
-        yield [i for i in range(first, first + group) if values[i] is not None]
+        yield [i for i in range(first, first + group) if values[i] is not None and i not in masked]
 
 
 def grpo(rewards, group, scale="group"):
@@ -58,20 +58,22 @@ def pacs(rewards, log_ratios, group, beta):
     return result
 
 
-def empg(rewards, advantages, entropies, k):
-    places = [i for i, r in enumerate(rewards) if r is not None]
+def empg(rewards, advantages, entropies, k, masked=()):
+    places = [i for i, r in enumerate(rewards) if r is not None and i not in masked]
+    if not places:
+        return advantages
     low, high = min(entropies[i] for i in places), max(entropies[i] for i in places)
-    g = {i: math.exp(-k * (entropies[i] - low) / (high - low)) for i in places}
+    g = {i: math.exp(-k * (entropies[i] - low) / (high - low or 1)) for i in places}
     mean = statistics.fmean(g.values())
     modulated = {i: advantages[i] * g[i] / mean for i in places}
     middle = statistics.fmean(modulated.values())
-    return [modulated[i] - middle if i in modulated else 0.0 for i in range(len(rewards))]
+    return [modulated[i] - middle if i in modulated else advantages[i] for i in range(len(rewards))]
 
 
-def g2rl(rewards, directions, group, strength):
+def g2rl(rewards, directions, group, strength, masked=()):
     """Rewards."""
     result = list(rewards)
-    for places in groups(rewards, group):
+    for places in groups(rewards, group, masked):
         if len(places) < 2:
             continue
 
@@ -89,7 +91,7 @@ def g2rl(rewards, directions, group, strength):
             nu[i] = max(1 - sum(math.exp(rewards[j]) / total * cosine(i, j) ** 2 for j in others), 0)
         low, high = min(nu.values()), max(nu.values())
         for i in places:
-            scaled = (nu[i] - low) / (high - low)
+            scaled = (nu[i] - low) / (high - low) if high - low > 1e-6 else 0
             result[i] = max(-3, min(3, rewards[i] * (1 + strength * rewards[i] * scaled)))
     return result
 
@@ -98,7 +100,8 @@ def cppo(advantages, group, share):
     result = list(advantages)
     for first in range(0, len(advantages), group):
         places = sorted(range(first, first + group), key=lambda i: -abs(advantages[i]))
-        for i in places[math.floor(round((1 - share) * group, 9)) :]:
+        pruned = math.floor(round(share * group, 9))
+        for i in places[group - pruned :]:
             result[i] = 0.0
     return result
 
@@ -109,4 +112,12 @@ def simpletir(rewards, advantages, void, group, least):
         if len(places) < 2 or statistics.stdev(rewards[i] for i in places) < least:
             for i in places:
                 result[i] = 0.0
+    return result
+
+
+def gtpo(rewards, entropies, group, strength, threshold, masked=()):
+    result = grpo(rewards, group, "none")
+    for i, (R, H) in enumerate(zip(rewards, entropies, strict=True)):
+        if R is not None and i not in masked:
+            result[i] = 0.0 if H > threshold else result[i] - strength * H
     return result

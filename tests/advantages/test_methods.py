@@ -9,6 +9,7 @@ import torch
 
 from isopo_trl import ISOPOConfig
 from isopo_trl.advantages import Chain, Generation
+from isopo_trl.advantages.cppo import number_trained
 from isopo_trl.advantages.simpletir import has_void_turn
 from tests import training
 from tests.advantages import definition
@@ -25,11 +26,12 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def generation(rewards, **asked):
-    """A generation with TRL's advantages; `asked`: what can be asked of it."""
+def generation(rewards, masked=(), scale="group", **asked):
+    """A generation with TRL's advantages, some of it `masked`; `asked`: what can be asked of it."""
     numbers = torch.tensor([math.nan if r is None else r for r in rewards], dtype=torch.float64)
-    advantages = torch.tensor(definition.grpo([*rewards], GROUP), dtype=torch.float64)
-    return Generation(numbers, advantages, GROUP, SimpleNamespace(**asked))
+    advantages = torch.tensor(definition.grpo([*rewards], GROUP, scale), dtype=torch.float64)
+    has_tokens = torch.tensor([i not in masked for i in range(len(rewards))])
+    return Generation(numbers, advantages, GROUP, SimpleNamespace(has_tokens=has_tokens, **asked))
 
 
 def config(**settings):
@@ -105,6 +107,46 @@ def test_pacs_is_a_weighted_residual_less_that_of_the_others(beta):
     assert fresh == close(definition.pacs(RIGHT, [0.0] * len(RIGHT), GROUP, 1.0))
 
 
+# Completions without a scored token
+MASKED = [{0, 7, 13}, {*range(5, 10)}, {*range(1, 5)}, {*range(20)}, {*range(20)} - {3}]
+
+
+@pytest.mark.parametrize("masked", MASKED, ids=["some", "a group", "all but one of a group", "all", "all but one"])
+def test_a_completion_without_scored_tokens_is_left_as_it_is_and_changes_no_other(masked):
+    places = torch.tensor(sorted(masked))
+    # As they are measured
+    entropies, directions = random(20).exp().index_fill(0, places, 0), random(20, 7).index_fill(0, places, 0)
+    one = generation(ANY, masked, entropies=entropies)
+    before = one.advantages.tolist()
+    result = applied(one, "empg")
+    assert result == close(definition.empg(ANY, before, entropies.tolist(), 1.0, masked))
+    assert [result[i] for i in masked] == [before[i] for i in masked]
+
+    signs = [None if r is None else 2 * r - 1 for r in RIGHT]
+    one = generation(signs, masked, sensitivities=directions)
+    result = applied(one, "g2rl", g2rl_lambda=2.5)
+    shaped = definition.g2rl(signs, directions.tolist(), GROUP, 2.5, masked)
+    found = [None if math.isnan(r) else r for r in one.rewards.tolist()]
+    assert found == [None if r is None else close(r) for r in shaped]
+    assert [found[i] for i in masked] == [signs[i] for i in masked]
+    assert result == close(definition.grpo(shaped, GROUP))
+
+    one = generation(ANY, masked, "none", entropies=entropies)
+    before = one.advantages.tolist()
+    result = applied(one, "gtpo", scale_rewards="none")
+    assert result == close(definition.gtpo(ANY, entropies.tolist(), GROUP, 0.1, math.log(2), masked))
+    assert [result[i] for i in masked] == [before[i] for i in masked]
+
+
+def test_the_weights_of_empg_are_those_without_a_masked_completion():
+    entropies = torch.tensor([1.0, 1.1, 1.2, 0.0, 0.0], dtype=torch.float64)
+    one = generation([1.0, 0.0, 0.0, 1.0, 0.0], {3, 4}, entropies=entropies)
+    A, result = one.advantages.tolist(), applied(one, "empg")
+    modulated = [g * a for g, a in zip((1.519441, 0.921588, 0.558971), A, strict=False)]  # e^-k H over its mean
+    middle = sum(modulated) / 3
+    assert result == pytest.approx([*(a - middle for a in modulated), *A[3:]], abs=1e-5)
+
+
 def test_empg_weighs_completions_by_their_certainty_and_leaves_no_mean():
     entropies = random(len(ANY)).exp()
     one = generation(ANY, entropies=entropies)
@@ -135,11 +177,32 @@ def test_g2rl_scales_rewards_by_novelty():
     assert applied(same, "g2rl", g2rl_lambda=2.5) == pytest.approx(definition.grpo(signs, GROUP), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("share", [0.5, 0.2, 0.0, 0.79])
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.0, 0.79, 0.9])
 def test_cppo_keeps_the_largest_advantages_of_each_group(share):
     one = generation(ANY)
     before = one.advantages.tolist()
     assert applied(one, "cppo", cppo_pruning=share) == definition.cppo(before, GROUP, share)
+
+
+def test_cppo_prunes_as_many_as_its_authors_and_no_one_less_for_a_rounding():
+    kept = {(7, 0.5): 4, (8, 0.5): 4, (8, 0.3): 6, (8, 0.9): 1, (3, 0.7): 1, (2, 0.5): 1, (16, 0.875): 2}
+    kept |= {(10, 0.3): 7, (100, 0.29): 71, (100, 0.57): 43, (3, 1 - 1e-12): 1}
+    assert any(int(group * share) != group - number for (group, share), number in kept.items()), "none is rounded"
+    assert {case: number_trained(*case) for case in kept} == kept
+
+
+def test_gtpo_takes_away_a_part_of_the_entropy_and_drops_uncertain_completions():
+    entropies = random(len(ANY)).exp()
+    entropies[3] = math.log(2)  # of which there may be as much
+    one = generation(ANY, scale="none", entropies=entropies)
+    before, dropped = one.advantages.tolist(), (entropies > math.log(2)).tolist()
+    assert 3 < sum(dropped) < 17 and all(before[:5])
+    result = applied(one, "gtpo", scale_rewards="none")
+    assert result == close(definition.gtpo(ANY, entropies.tolist(), GROUP, 0.1, math.log(2)))
+    assert result[3] != 0 and [a == 0 for a in result[15:]] == dropped[15:]
+    again = generation(ANY, scale="none", entropies=entropies)
+    settings = {"gtpo_entropy": 0.0, "gtpo_threshold": math.inf}
+    assert applied(again, "gtpo", scale_rewards="none", **settings) == close(before)
 
 
 def messages(*contents):

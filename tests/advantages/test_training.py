@@ -12,9 +12,11 @@ from isopo_trl.advantages import Transform, register
 from isopo_trl.advantages.transform import TRANSFORMS
 from tests import tiny, training
 from tests.advantages import definition
+from tests.trainer.fixed_rollout import fixed_rollout
 
 
 GROUP = 3
+THRESHOLD = 4.345  # between the entropies of the tiny model's completions
 BATCH = {"per_device_train_batch_size": 6, "num_generations": GROUP, "scale_rewards": "group"}
 
 
@@ -76,12 +78,14 @@ def distributions(trainer, batch):
         yield logits.log_softmax(1), completion
 
 
-@pytest.mark.parametrize("name", ["dcpo", "redit", "pacs", "empg", "g2rl", "cppo", "simpletir", "dcpo,cppo"])
+@pytest.mark.parametrize("name", ["dcpo", "redit", "pacs", "empg", "g2rl", "cppo", "simpletir", "gtpo", "dcpo,cppo"])
 def test_the_loss_gets_the_transformed_advantages(name, tmp_path):
     reward = {"pacs": right, "g2rl": sign}.get(name, tiny.reward)
     settings = {"g2rl_lambda": 1.5} if name == "g2rl" else {}
     if name == "simpletir":
         settings["simpletir_answer"] = "[A-M]"
+    if name == "gtpo":
+        settings |= {"scale_rewards": "none", "gtpo_threshold": THRESHOLD}
     texts = []
 
     def noted(completions, **columns):
@@ -108,6 +112,10 @@ def test_the_loss_gets_the_transformed_advantages(name, tmp_path):
         expected = definition.grpo(definition.g2rl(rewards, directions, GROUP, 1.5), GROUP)
     elif name == "cppo":
         expected = definition.cppo(plain, GROUP, 0.5)
+    elif name == "gtpo":
+        entropies = [-(p.exp() * p).sum(1).mean().item() for p, _ in distributions(trainer, batch)]
+        assert min(entropies) < THRESHOLD < max(entropies), entropies
+        expected = definition.gtpo(rewards, entropies, GROUP, 0.1, THRESHOLD)
     else:
         void = [not set(text) & set("ABCDEFGHIJKLM") for text in texts]
         assert any(void) and not all(void)
@@ -120,10 +128,41 @@ def test_the_loss_gets_the_transformed_advantages(name, tmp_path):
     assert sorted(a for a in seen if a) == sorted(a for a in found if a)
     assert list(trainer._logs["advantages"]) == close(found)
     if "cppo" in name:
-        assert len(seen) == 4, "what is pruned must not be computed"
-        assert trainer.state.log_history[0]["isopo/skipped_fraction"] == pytest.approx(2 / 3)
+        assert len(seen) == 8, "what is pruned must not be computed"
+        assert trainer.state.log_history[0]["isopo/skipped_fraction"] == pytest.approx(1 / 3)
     if name == "simpletir":
         assert trainer.state.log_history[0]["advantages/void_fraction"] == pytest.approx(sum(void) / 12)
+
+
+@pytest.mark.filterwarnings("ignore:You are using 'rollout_func'")
+@pytest.mark.parametrize("name", ["empg", "g2rl", "gtpo"])
+def test_a_truncated_completion_that_is_masked_changes_no_other(name, tmp_path):
+    eos = tiny.IDS["eos_token_id"]
+    rollout = fixed_rollout(lambda row: [20 + row, 30 + 3 * row, 50 if row in (1, 3) else eos])
+    settings = {"g2rl": {"g2rl_lambda": 1.5}, "gtpo": {"scale_rewards": "none", "gtpo_threshold": 100.0}}.get(name, {})
+    trainer = training.build(
+        tmp_path,
+        kind=Watched,
+        reward=(lambda completions, **_: [1.0, -1.0, 1.0] * 2) if name == "g2rl" else tiny.reward,
+        options={"rollout_func": rollout},
+        **{**BATCH, "max_steps": 1, "mask_truncated_completions": True, "advantage_transform": name, **settings},
+    )
+    trainer.train()
+    (rewards,), (batch,) = trainer.rewards, trainer.generations
+    masked = {row for row in range(6) if not batch["completion_mask"][row].any()}
+    assert masked == {1, 3}
+    measured = list(distributions(trainer, batch))
+    entropies = [-(p.exp() * p).sum(1).mean().item() for p, _ in measured]
+    plain = definition.grpo(rewards, GROUP)
+    if name == "empg":
+        expected = definition.empg(rewards, plain, entropies, 1.0, masked)
+    elif name == "g2rl":
+        head = tiny.model("qwen3", dtype=torch.float64).lm_head.weight.detach()
+        directions = [(head[ids] - p.exp() @ head).mean(0).tolist() for p, ids in measured]
+        expected = definition.grpo(definition.g2rl(rewards, directions, GROUP, 1.5, masked), GROUP)
+    else:
+        expected = definition.gtpo(rewards, entropies, GROUP, 0.1, 100.0, masked)
+    assert advantages(trainer) == close(expected)
 
 
 def equal(completions, **_):
@@ -175,7 +214,7 @@ def test_it_goes_together_with_the_settings_of_the_loss(settings, tmp_path):
         found = batch["advantages"].view(-1, GROUP)
         assert found.isfinite().all() and found.any()
         if "cppo" in names:
-            assert ((found != 0).sum(1) <= 1).all()
+            assert ((found != 0).sum(1) <= 2).all()
 
 
 def test_a_transform_that_changes_nothing_leaves_the_run_as_it_is(tmp_path):

@@ -67,6 +67,38 @@ def test_what_would_compute_all_the_same_or_has_no_meaning_is_refused_by_the_tra
     assert all(name in message for name in names) and message.count(". ") == 0 and message.endswith("."), message
 
 
+@pytest.mark.parametrize("name", ["cppo", "simpletir", "gtpo"])
+def test_where_groups_stay_whole_the_user_is_told_that_leaving_out_saves_no_time(name, tmp_path, caplog):
+    own = {"scale_rewards": "none", "gtpo_threshold": 100.0} if name == "gtpo" else {}
+    settings = {"advantage_transform": name, "per_device_train_batch_size": 6, "max_steps": 1, **own}
+    with caplog.at_level("WARNING", logger="isopo_trl"):
+        training.build(tmp_path, **settings)
+        training.build(tmp_path, advantage_transform="dcpo", group_microbatches=True)
+        assert "no time is saved" not in caplog.text
+        for more in ({}, {"token_weights": "gtpo"}):
+            caplog.clear()
+            trainer = training.build(tmp_path, group_microbatches=True, **settings, **more)
+            assert f"advantage_transform='{name}' leaves" in caplog.text and "no time is saved" in caplog.text
+            if name == "cppo":
+                trainer.train()
+                assert trainer.state.log_history[0]["isopo/skipped_fraction"] == 0, "the warning is not true"
+
+
+def test_a_transform_that_makes_the_rewards_that_another_takes_may_come_before_it(tmp_path):
+    @register("signs")
+    class Signs(Transform):
+        stage = "rewards"
+
+        def apply(self, generation):
+            return 2 * generation.rewards - 1
+
+    def right(completions, **_):
+        return [float(sum(map(ord, text)) % 2) for text in completions]
+
+    settings = {"advantage_transform": "signs,g2rl", "g2rl_lambda": 1.0, "max_steps": 1}
+    training.build(tmp_path, reward=right, **settings).train()
+
+
 def test_rewards_that_a_method_does_not_know_end_the_run(tmp_path):
     for name, expected in (("pacs", "0 and 1"), ("g2rl", "1 and -1")):
         settings = {"g2rl_lambda": 1.0} if name == "g2rl" else {}
