@@ -7,9 +7,9 @@ A token is in conflict where the same token stands at the same place in a comple
 one from the right. In each of the two a token gets the factor 2 if `A > 0` and 0 if `A < 0`; `w_t` is the product of
 both factors. What a tool wrote inside of a completion ends a run.
 
-The ratio takes no part. GTPO's advantages, less a part of the entropy, are `advantage_transform="gtpo"`; conflicts then
-go by the signs of these, where the authors take those of `R - mean`. Its division of a completion's loss by the number
-of its conflicts is not there.
+The ratio takes no part. GTPO's advantages, less a part of the entropy, are `advantage_transform="gtpo"`; conflicts
+then go by the signs of these, where the authors take those of `R - mean`. Its division of a completion's loss by the
+number of its conflicts is not there.
 """
 
 from collections.abc import Iterator

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("float64_throughout")
 
 def crossed():
     """
-    P3O with every rule, the others with one each, with full weights or with LoRA; the field's methods without a rule as
-    well, with the other of the two.
+    P3O with every rule, the others with one each, with full weights or with LoRA; the field's methods without a rule
+    as well, with the other of the two.
     """
     for number, name in enumerate(WEIGHTS):
         for place, rule in enumerate(RULES):
