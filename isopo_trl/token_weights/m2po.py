@@ -4,8 +4,9 @@ harmful tokens whose `(log r)^2` is above a bound. Harmful are those that lead o
 `r < 1`. The bound is the one at which the mean of their `(log r)^2`, each cut down to the bound, meets a budget.
 
 The mean is over the harmful tokens of the optimizer step's microbatches so far, or of a microbatch
-(`token_weights_scope`), on all ranks; in the authors' code (Infini-AI-Lab/M2PO) over those of a rank's microbatch. That
-code can also be given a least range, within which nothing is clipped. Its scripts give none, and there is none here.
+(`token_weights_scope`), on all ranks; in the authors' code (Infini-AI-Lab/M2PO) over those of a rank's microbatch.
+That code can also be given a least range, within which nothing is clipped. Its scripts give none, and there is none
+here.
 """
 
 import math

@@ -82,7 +82,7 @@ VALID = {
     "max_completion_length": [1, 6],
     "cast_lm_head_to_fp32": [True, False],
     "skip_zero_advantage": [True, False, None],
-    "advantage_transform": ["dcpo", "redit", "empg", "cppo", "redit,dcpo,cppo", "dcpo,gtpo", ["empg", "simpletir"], "pacs", None],
+    "advantage_transform": ["dcpo", "redit", "empg", "cppo", "redit,dcpo,cppo", ["empg", "gtpo"], None],
     "seed": [0, 7, 2**31],
 }
 # Those of transformers' own, which it does not verify, are left out
