@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.add_argument("--data", help="folder with train.jsonl and test.jsonl")
         command.add_argument("--parallel", type=int, default=5, help="runs at a time")
         command.add_argument("--stagger", type=float, default=8.0, help="seconds between two starts")
-        command.add_argument("--memory", type=float, default=20.0, help="GiB of the GPU that a run may come to take")
+        command.add_argument("--memory", type=float, default=20.0, help="GiB of the GPU, for runs of a new kind")
         command.add_argument("--logs", type=Path, help="folder of the workers' logs (default: outputs/learning)")
         command.add_argument(
             "--mps", action="store_true", help="kernels of several runs at the same time: NVIDIA's MPS"
@@ -70,7 +70,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         worker.add_argument(f"--{name}", required=True)
     for name in ("model", "data"):
         worker.add_argument(f"--{name}")
-    worker.add_argument("--attempt", type=int, default=1)
     return parser.parse_args(arguments)
 
 

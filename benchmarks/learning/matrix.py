@@ -42,6 +42,11 @@ SHORT = {
 }
 # Settings that have no place there, beside the rate and the seed, which stand at its end
 UNNAMED = ("learning_rate", "seed", "validate_at")
+# Settings that decide how long a run takes, and how much of the GPU
+OF_SECONDS = ("task", "model", "microbatch", "steps_per_generation")
+OF_MEMORY = (*OF_SECONDS, "completions", "method", "optimizer", "momentum", "weights", "bf16_updates", "lora")
+# GiB of the GPU that a process holds beside PyTorch's memory: its context, with the libraries' kernels
+CONTEXT = 1.6
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,12 @@ class Matrix:
             )
         return self.content["expected"]["end"]
 
+    def expected_gib(self, run: Run, finished: Results, otherwise: float) -> float:
+        """GPU memory that a run may come to take: as much as any run like it came to; `otherwise` without any."""
+        # Second attempts used to let vLLM take what it found free
+        like = [result for result in made_like(run, finished, OF_MEMORY) if result.get("attempt", 1) == 1]
+        return max((peak + CONTEXT for result in like if (peak := result["hardware"]["peak_gib"])), default=otherwise)
+
     def model_in(self, folder: str | Path) -> str:
         """Name of the model whose weights a folder has, by its config.json."""
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -194,21 +205,22 @@ class Matrix:
         raise ValueError(f"The model in {folder} has {has}, which is none of the matrix: expected is one of {said}.")
 
     def _like(self, run: Run, finished: Results, parallel: int, shared: bool) -> list[dict[str, Any]]:
-        """
-        Finished runs of the same task, model, size of microbatches and number of steps per generation that shared the
-        machine in the same way: as many at a time, or the next larger number that there is.
-        """
-        same = ("task", "model", "microbatch", "steps_per_generation")
+        """Runs that shared the machine in the same way: as many at a time, or the next larger number that there is."""
         like = [
             result
-            for result in finished.values()
-            if all(result.get("settings", {}).get(key) == run.settings.get(key) for key in same)
-            and result["settings"]["steps"] > 0
+            for result in made_like(run, finished, OF_SECONDS)
+            if result["settings"]["steps"] > 0
             and result["hardware"]["parallel"] >= parallel
             and result["hardware"].get("shared_kernels", False) == shared
         ]
         number = min((result["hardware"]["parallel"] for result in like), default=parallel)
         return [result for result in like if result["hardware"]["parallel"] == number]
+
+
+def made_like(run: Run, finished: Results, names: Collection[str]) -> list[dict[str, Any]]:
+    """Finished runs whose settings of these names are the same."""
+    own = {name: run.settings.get(name) for name in names}
+    return [made for made in finished.values() if own == {name: made.get("settings", {}).get(name) for name in names}]
 
 
 def run_name(method: str, given: dict[str, Any]) -> str:

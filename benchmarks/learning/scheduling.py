@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,6 @@ class Worker:
     process: subprocess.Popen
     log: Path
     started: float
-    attempt: int
     slot: int
     read: int = 0
     marks: set[str] = field(default_factory=set)
@@ -92,9 +92,8 @@ class Schedule:
     Takes the next unfinished runs of a matrix until all are made or the deadline comes.
 
     Starts are `stagger` seconds apart. Runs that are under way together have compilers' caches of their own, so that
-    none waits for what another compiles; the run that takes the place of one that has ended has its caches, too. A
-    second attempt lets vLLM measure the memory that is free, which works only while the others keep theirs: it is
-    started when nobody else is starting or ending, and nobody starts beside.
+    none waits for what another compiles; the run that takes the place of one that has ended has its caches, too.
+    Memory goes on growing while runs train, so what all of them may come to take has to fit into what was free before.
 
     Towards the deadline fewer than `parallel` are made at a time, and so faster, as long as that lets another one end.
     A run that is behind at its pace is given up before the deadline: the one that has most to do, so that the others,
@@ -104,13 +103,12 @@ class Schedule:
     Args:
         matrix: the runs.
         results: folder of the finished ones; a worker leaves `<name>.json` there.
-        command: from a run and the number of the attempt, the worker's command line.
+        command: from a run, the worker's command line.
         deadline: time (of `time.time`) at which everything must have ended.
         parallel: number of runs at a time.
         stagger: seconds between two starts.
         logs: folder of the workers' logs.
-        memory: GiB of the GPU that a run may come to take; none is started unless they are free, and as much again
-            for each that is still growing.
+        memory: GiB of the GPU that a run may come to take, where none like it is finished.
         groups: names of the groups to take, all if None.
         environment: added to the workers' environment.
         models: names of the models whose runs can be made, all if None.
@@ -120,7 +118,7 @@ class Schedule:
         self,
         matrix: Matrix,
         results: Path,
-        command: Callable[[Run, int], list[str]],
+        command: Callable[[Run], list[str]],
         deadline: float,
         parallel: int,
         stagger: float,
@@ -136,9 +134,10 @@ class Schedule:
         self.models = models
         self.running: list[Worker] = []
         self.ports: set[int] = set()  # that a worker was given
-        self.failures: dict[str, int] = {}
+        self.failures: Counter[str] = Counter()
         self.shared = "LEARNING_MPS" in {*os.environ, *self.environment}  # also if somebody else has started it
         self.earlier = read_results(results)  # from which it is known what a run takes
+        self.gib = gib_for(parallel / int(self.environment.get("LEARNING_PARALLEL", parallel)))
         self.paces: list[float] = []  # seconds taken over seconds expected, of each run made
         self.last_start = float("-inf")
         self.given_up: list[str] = []
@@ -160,8 +159,7 @@ class Schedule:
                 candidates = self._candidates() if self._has_room() and not self.given_up else []
                 if not candidates and not self.running:
                     break
-                run = next(filter(self._may_start, candidates), None)
-                if run is not None and self._has_memory():
+                if run := self._next_of(candidates):
                     self._start(run)
                 time.sleep(min(POLL, max(0.0, self.deadline - time.time())))
             made += self._reap()
@@ -185,7 +183,7 @@ class Schedule:
             if isinstance(run, Run)
             and run.name not in taken
             and (self.models is None or run.settings.get("model") in self.models)
-            and self.failures.get(run.name, 0) < 2
+            and self.failures[run.name] < 2
             and self._can_end(run)
         ]
 
@@ -231,20 +229,25 @@ class Schedule:
     def _has_room(self) -> bool:
         return sum(worker.run.settings["steps"] > 0 for worker in self.running) < self.parallel
 
-    def _has_memory(self) -> bool:
-        growing = sum(not worker.ready for worker in self.running)
-        return free_gib() >= self.memory * (1 + growing)
+    def _next_of(self, candidates: list[Run]) -> Run | None:
+        """The first that there is memory for. One that is overtaken has it when the oldest of those under way ends."""
+        if time.time() - self.last_start < self.stagger:
+            return None
+        under_way = [self._gib(worker.run) for worker in self.running]
+        overtaken = 0.0
+        for run in candidates:
+            own = self._gib(run)
+            # Alone, one is tried whatever it may take
+            if not under_way or max(sum(under_way), sum(under_way[1:]) + overtaken) + own <= self.gib:
+                return run
+            overtaken = overtaken or own
+        return None
 
-    def _may_start(self, run: Run) -> bool:
-        starting = [worker for worker in self.running if not worker.ready]
-        if self.failures.get(run.name):
-            return not starting and not any(ENDING in worker.marks for worker in self.running)
-        if any(worker.attempt > 1 for worker in starting):
-            return False
-        return time.time() - self.last_start >= self.stagger
+    def _gib(self, run: Run) -> float:
+        return self.matrix.expected_gib(run, self.earlier, self.memory)
 
     def _start(self, run: Run) -> None:
-        attempt = self.failures.get(run.name, 0) + 1
+        attempt = self.failures[run.name] + 1
         log = self.logs / f"{run.name}.{attempt}.log"
         port = free_port(self.ports)
         self.ports.add(port)
@@ -252,7 +255,7 @@ class Schedule:
         own = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), **self._caches(slot)}
         with open(log, "w") as file:
             process = subprocess.Popen(
-                self.command(run, attempt),
+                self.command(run),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -260,7 +263,7 @@ class Schedule:
                 env={**os.environ, **self.environment, **own},
             )
         self.last_start = time.time()
-        self.running.append(Worker(run, process, log, self.last_start, attempt, slot))
+        self.running.append(Worker(run, process, log, self.last_start, slot))
         self._say(f"started {run.name}" + (" again" if attempt > 1 else ""))
 
     def _caches(self, slot: int) -> dict[str, str]:
@@ -285,7 +288,7 @@ class Schedule:
                 self._say(f"made {worker.run.name} in {seconds:.0f} s")
             else:
                 self._tidy(worker.run)
-                self.failures[worker.run.name] = worker.attempt
+                self.failures[worker.run.name] += 1
                 self.fruitless += not worker.ready
                 self._say(f"failed {worker.run.name} (exit {worker.process.returncode}), log {worker.log}:")
                 print("    " + "    ".join(worker.log.read_text(errors="replace").splitlines(True)[-15:]), flush=True)
@@ -325,14 +328,15 @@ def free_port(taken: set[int]) -> int:
     raise OSError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free: the workers need one each.")
 
 
-def free_gib() -> float:
-    """Memory of the GPU that is free; infinite where there is no GPU."""
+def gib_for(share: float) -> float:
+    """Memory of the GPU that is free, up to this share of all that it has; infinite where there is no GPU."""
     try:
-        command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        return float(output.split()[0]) / 1024
+        free, total = (float(mib) / 1024 for mib in output.splitlines()[0].split(","))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return float("inf")
+    return min(free, share * total)
 
 
 @contextlib.contextmanager
@@ -368,11 +372,10 @@ def worker_environment(parallel: int) -> dict[str, str]:
     }
 
 
-def worker_command(script: str, options: dict[str, Any], models: dict[str, str], run: Run, attempt: int) -> list[str]:
+def worker_command(script: str, options: dict[str, Any], models: dict[str, str], run: Run) -> list[str]:
     """The command line of one run: `learning.py work`, with the folder of its model if that is among those given."""
     options = {**options, "model": models.get(run.settings["model"])}
     arguments = [sys.executable, script, "work", "--name", run.name, "--settings", json.dumps(run.settings)]
-    arguments += ["--attempt", str(attempt)]
     for name, value in options.items():
         if value is not None:
             arguments += [f"--{name}", str(value)]

@@ -255,9 +255,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def work(
-    name: str, settings: dict[str, Any], model: str | None, data: str | None, results: Path, attempt: int
-) -> None:
+def work(name: str, settings: dict[str, Any], model: str | None, data: str | None, results: Path) -> None:
     """Train, measure, and leave `results/name.json`."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as made:
@@ -271,7 +269,7 @@ def work(
                 # In a process of its own, so that nothing of it is left for the second half
                 run_first_half(settings | {"folder": made})
                 first = json.loads((folder / FIRST_HALF).read_text())
-        result = trained(settings, model, data, folder, first, attempt)
+        result = trained(settings, model, data, folder, first)
     result = {"name": name, **result}
     result["seconds"]["total"] = significant(time.perf_counter() - begin)
     if "folder" in settings:
@@ -290,12 +288,7 @@ def run_first_half(settings: dict[str, Any]) -> None:
 
 
 def trained(
-    settings: dict[str, Any],
-    model: str | None,
-    data: str | None,
-    folder: Path,
-    first: dict[str, Any] | None,
-    attempt: int,
+    settings: dict[str, Any], model: str | None, data: str | None, folder: Path, first: dict[str, Any] | None
 ) -> dict[str, Any]:
     """What a run leaves behind: of its `first` half, if it has one, as well."""
     begin = time.perf_counter()
@@ -304,7 +297,7 @@ def trained(
         import embedded
 
         model = embedded.model_path()
-    if settings["vllm"] and settings.get("kv_cache_gib") and attempt == 1:
+    if settings["vllm"]:
         spare_vllm(settings["kv_cache_gib"])
     multiply_automatic_targets(settings.get("auto_times", 1))
     trainer = build(settings, str(model), found, str(folder))
@@ -361,7 +354,6 @@ def trained(
                 "test": sum(final.seconds for final, _ in tests.values()),
             }
         ),
-        "attempt": attempt,
         **environment(),
     }
     return joined(first, result) if first else result
@@ -480,13 +472,6 @@ def environment() -> dict[str, Any]:
 
 
 def main(arguments: Any) -> None:
-    work(
-        arguments.name,
-        json.loads(arguments.settings),
-        arguments.model,
-        arguments.data,
-        Path(arguments.results),
-        arguments.attempt,
-    )
+    work(arguments.name, json.loads(arguments.settings), arguments.model, arguments.data, Path(arguments.results))
     sys.stdout.flush()
     os._exit(0)  # vLLM takes its time to leave, with memory that the next run waits for

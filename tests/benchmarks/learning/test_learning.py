@@ -22,10 +22,10 @@ def test_the_command_line_of_a_worker_carries_the_settings():
     for task, name, model in (("gsm8k", "Qwen", "qwen"), ("gsm8k", "Larger", "larger"), ("sums", "Smol", None)):
         settings = {"task": task, "model": name, "rule": "fisher", "validate_at": [1, 2]}
         run = Run("fisher-seed0", "rates", "fisher", settings)
-        command = worker_command("learning.py", {"data": "d", "results": "r"}, folders, run, 2)
+        command = worker_command("learning.py", {"data": "d", "results": "r"}, folders, run)
         options = vars(parse(command[2:]))
         assert json.loads(options.pop("settings")) == run.settings
-        given = {"name": "fisher-seed0", "model": model, "data": "d", "results": "r", "attempt": 2}
+        given = {"name": "fisher-seed0", "model": model, "data": "d", "results": "r"}
         assert options == {"command": "work", **given}
 
 
@@ -55,7 +55,7 @@ def test_no_run_is_made_with_another_model_than_the_matrix_says(tmp_path, capsys
 
     def candidates(*models):
         end = time.time() + 1e7
-        schedule = Schedule(matrix, tmp_path, lambda run, attempt: [], end, 4, 0.0, tmp_path, models=models)
+        schedule = Schedule(matrix, tmp_path, lambda run: [], end, 4, 0.0, tmp_path, models=models)
         return {run.settings["model"] for run in schedule._candidates()}
 
     (smollm,) = embedded_models(matrix)

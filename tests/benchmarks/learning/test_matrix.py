@@ -116,6 +116,29 @@ def test_what_a_run_takes_is_known_from_runs_made_like_it(module):
     assert matrix.expected_seconds(run, others | like, 6, shared=True) == 30 + 4 * 2
 
 
+def test_a_run_may_come_to_take_as_much_memory_as_any_that_was_made_like_it(module):
+    run = next(module.Matrix(small([RATES])).runs({}))
+
+    def took(peak, attempt=1, **other):
+        # What it is trained with beside that is of no consequence
+        settings = {**run.settings, "learning_rate": 1.0, "seed": 9, "steps": 200, **other}
+        return {"settings": settings, "hardware": {"peak_gib": peak}, "attempt": attempt}
+
+    def expected(*results):
+        return module.Matrix(small([RATES])).expected_gib(run, dict(enumerate(results)), 20.0)
+
+    others = {"method": "plain", "task": "sums", "model": "m", "microbatch": 1, "completions": 16, "lora": 32}
+    others |= {"steps_per_generation": 8, "optimizer": "sgd", "momentum": 0.9, "weights": "bfloat16"}
+    others |= {"bf16_updates": "exact"}
+    unlike = [took(90.0, **{name: value}) for name, value in others.items()]
+    unlike += [{"validations": []}, took(None), took(90.0, attempt=2)]  # of a CPU; and of what vLLM found free
+    for result in unlike:
+        assert expected(result) == 20.0, result
+    assert expected(*unlike, took(15.0), took(17.0), took(16.0)) == 17.0 + 1.6
+    del (now := took(17.0))["attempt"]  # which is no longer written
+    assert expected(now) == 17.0 + 1.6
+
+
 def test_a_group_that_asks_for_what_is_not_there_is_refused(module):
     with pytest.raises(ValueError, match="method 'unknown'"):
         module.Matrix(small([{"group": "a", "over": {"method": ["unknown"]}}]))

@@ -79,10 +79,10 @@ def run(importable, tmp_path, monkeypatch):
         settings = {key: value for key, value in settings.items() if value is not None}
 
         def first_half(of_half):
-            training_run.work(name, of_half, model, None, results, 1)
+            training_run.work(name, of_half, model, None, results)
 
         monkeypatch.setattr(training_run, "run_first_half", first_half)
-        training_run.work(name, settings, model, None, results, 1)
+        training_run.work(name, settings, model, None, results)
         assert [path.name for path in results.iterdir()] == [f"{name}.json"]
         return json.loads((results / f"{name}.json").read_text())
 
@@ -103,6 +103,23 @@ def test_a_resumed_run_is_the_run_that_was_not_broken_off(run):
     seconds, memory = (resumed["steps"][name] for name in ("seconds", "memory/host"))
     assert len(memory) == 4 and min(memory) > 0 and seconds == sorted(seconds)
     assert seconds[2] > resumed["first_half"]["seconds"]["train"]
+
+
+def test_vllm_takes_a_cache_of_the_size_that_the_matrix_says(run, monkeypatch):
+    import training_run
+
+    class Built(Exception):
+        pass
+
+    def build(*_):
+        raise Built
+
+    sizes = []
+    monkeypatch.setattr(training_run, "spare_vllm", sizes.append)
+    monkeypatch.setattr(training_run, "build", build)
+    with pytest.raises(Built):
+        run("cached", resume_at=None, vllm=True, kv_cache_gib=3)
+    assert sizes == [3]
 
 
 def test_a_run_is_resumed_after_a_whole_generation_alone(run):
