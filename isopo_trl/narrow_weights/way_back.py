@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..step_size.taken_back import SMALL, SGDSteps, StepsOfOptimizer, local, room_for, square
+from ..step_size.taken_back import SMALL, Noted, SGDSteps, StepsOfOptimizer, local, room_for, square
 from .parts import Part, widened
 
 
@@ -91,7 +91,7 @@ class NarrowTrials(SGDSteps):
 
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        self._changed: list[tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]] = []
+        self._changed: list[tuple[torch.Tensor, Noted]] = []
 
     def remember(self) -> None:
         super().remember()
@@ -99,15 +99,15 @@ class NarrowTrials(SGDSteps):
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        for weights, places, before in self._changed:
-            weights[places] = before
+        for weights, noted in self._changed:
+            noted.put_back(weights)
         self._changed = []
         self._share = share
         for rate, group, part in self._parts() if share else ():
             after = part.narrow(self._formula.moved(group, rate * share, part.wide(), part.step))
-            places = tuple(place.int() for place in (after != part.weight).nonzero(as_tuple=True))
-            self._changed.append((part.weight, places, part.weight[places]))
+            noted = Noted(part.weight, after != part.weight)
             part.weight.copy_(after)
+            self._changed.append((part.weight, noted))
 
     @torch.no_grad()
     def squares(self) -> torch.Tensor:

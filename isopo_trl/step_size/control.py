@@ -209,7 +209,7 @@ class StepControl(TrainerCallback):
         return (measurement.kl if kept else 0.0), kept
 
     def _warn_of_rounding(self, target: float) -> None:
-        if self._warned or target >= self.kl.rounding:
+        if self._warned or not 0 < target < self.kl.rounding:  # an automatic one is 0 before its first completion
             return
         self._warned = True
         logger.warning(

@@ -7,7 +7,8 @@ AdamW's step from weights `w`, with moments `m` and `v` and their corrections, i
 with it any share of the step. For weights in bf16 rounding is of the size of the step, and a copy is kept.
 
 SGD's step is its rate times a direction that is known before the step. So the weights are moved along it, measured,
-and put back, to the last bit; then the optimizer makes the step, with the rate that was found.
+and put back, to the last bit; then the optimizer makes the step, with the rate that was found. With weight decay the
+direction depends on the weights, and a copy of them is kept meanwhile.
 """
 
 import math
@@ -35,7 +36,7 @@ def way_back_of(optimizer: Any, offload: bool = False) -> "WayBack":
     if hasattr(optimizer, "way_back"):
         return optimizer.way_back(offload)
     if can_be_tried(optimizer):
-        return SGDSteps(optimizer)
+        return SGDSteps(optimizer, offload)
     parameters = list(trained(optimizer))
     size = sum(local(p).numel() * p.element_size() for p in parameters)
     if size > SMALL and not offload and can_be_undone(optimizer):
@@ -58,11 +59,8 @@ def can_be_undone(optimizer: Any) -> bool:
 
 
 def can_be_tried(optimizer: Any) -> bool:
-    """Whether the optimizer is PyTorch's SGD, and its step known before it is made, without the weights."""
-    others = ("weight_decay", "maximize", "differentiable")
-    return type(optimizer) is torch.optim.SGD and not any(
-        group[name] for group in optimizer.param_groups for name in others
-    )
+    """Whether the optimizer is PyTorch's SGD, whose step is known before it is made."""
+    return type(optimizer) is torch.optim.SGD and not any(group["differentiable"] for group in optimizer.param_groups)
 
 
 def room_for(weight: torch.Tensor, offload: bool) -> torch.Tensor:
@@ -195,34 +193,42 @@ class AdamWSteps(StepsOfOptimizer):
 class SGDSteps(StepsOfOptimizer):
     """
     The steps of SGD, tried before they are made. No memory, but for the few weights that lose a bit on the way there
-    and back: those are noted.
+    and back: those are noted; with weight decay, all.
+
+    Args:
+        optimizer (`torch.optim.SGD`): the optimizer.
+        offload (`bool`): whether to note all in the memory of the host.
     """
 
     is_tried = True
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: Any, offload: bool = False):
         super().__init__(optimizer)
-        # Of each block, where a bit is lost, and what was there
-        self._rounded: list[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = []
+        self._offload = offload
+        # Of each block that has been moved, what is put back
+        self._noted: list[Noted] = []
 
     @torch.no_grad()
     def move(self, share: float) -> None:
         """Put the weights where they would be with so many times the step; 0 is where they were, to the last bit."""
         if self._share:
-            rounded = iter(self._rounded)
-            for weights, direction, rate in self._blocks():
-                weights.copy_(_added(weights, direction, rate * self._share))
-                places, before = next(rounded)
-                weights[places] = before
-            self._rounded = []
+            # Fewer are noted where an error has come in between
+            for (group, rate, weights, *others), noted in zip(self._blocks(), self._noted, strict=False):
+                if noted.places is not None:
+                    direction = sgd_direction(group, weights, *others)
+                    weights.copy_(_added(weights, direction, rate * self._share))
+                noted.put_back(weights)
+            self._noted = []
         self._share = share
-        if share:
-            for weights, direction, rate in self._blocks():
-                moved = _added(weights, direction, -rate * share)
-                back = _added(moved, direction, rate * share)
-                places = tuple(place.int() for place in (back != weights).nonzero(as_tuple=True))
-                self._rounded.append((places, weights[places]))
-                weights.copy_(moved)
+        for group, rate, weights, *others in self._blocks() if share else ():
+            direction = sgd_direction(group, weights, *others)
+            moved = _added(weights, direction, -rate * share)
+            if group["weight_decay"]:
+                noted = Noted(weights, offload=self._offload)
+            else:
+                noted = Noted(weights, _added(moved, direction, rate * share) != weights)
+            weights.copy_(moved)
+            self._noted.append(noted)
 
     def settle(self) -> None:
         """Put the weights back where they were."""
@@ -232,27 +238,63 @@ class SGDSteps(StepsOfOptimizer):
     def squares(self) -> torch.Tensor:
         """Squares of the length of the step, and of the weights that it moves, `[2]`, of this rank."""
         sums = [torch.zeros(2, dtype=torch.float64)]
-        for weights, direction, rate in self._blocks():
+        for group, rate, weights, *others in self._blocks():
+            direction = sgd_direction(group, weights, *others)
             sums.append(torch.stack([rate**2 * square(direction), square(weights)]).cpu())
         return torch.stack(sums).sum(0)
 
-    def _blocks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-        """Parts of the weights, the direction in which SGD would move them, and the rate."""
+    def _blocks(self) -> Iterator[tuple[Any, ...]]:
+        """Groups of parameters and their rates, with parts of the weights, their gradients and, if any, momentum."""
         for group, rate in self._groups():
-            momentum, new = group["momentum"], 1 - group["dampening"]
             for p in group["params"]:
                 if p.grad is None:  # the optimizer leaves it alone
                     continue
                 former = self._optimizer.state[p].get("momentum_buffer") if p in self._optimizer.state else None
-                tensors = [p, p.grad] if not momentum or former is None else [p, p.grad, former]
-                for weights, gradient, *moments in blocks(*map(local, tensors)):
-                    buffer = gradient
-                    if momentum and moments:
-                        buffer = (moments[0] * momentum).add_(gradient, alpha=new)
-                    yield weights, gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer, rate
+                tensors = [p, p.grad] if not group["momentum"] or former is None else [p, p.grad, former]
+                for parts in blocks(*map(local, tensors)):
+                    yield group, rate, *parts
 
 
 WayBack = WeightCopy | AdamWSteps | SGDSteps
+
+
+def sgd_direction(
+    group: dict[str, Any], weights: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What SGD subtracts from the weights, but for the rate; `momentum` is that of the step before."""
+    if group["maximize"]:
+        gradient = -gradient
+    if group["weight_decay"]:
+        gradient = gradient.add(weights, alpha=group["weight_decay"])
+    buffer = gradient
+    if momentum is not None:
+        buffer = (momentum * group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
+    return gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
+
+
+class Noted:
+    """
+    What weights were: all of them, or, where that takes less memory, those that are to be put back.
+
+    Attributes:
+        places (`tuple[torch.Tensor]`, *optional*): where these are; `None` for all of them.
+    """
+
+    def __init__(self, weights: torch.Tensor, wanted: torch.Tensor | None = None, offload: bool = False):
+        self.places: tuple[torch.Tensor, ...] | None = None
+        if wanted is not None:
+            places = tuple(place.int() for place in wanted.nonzero(as_tuple=True))
+            index = sum(place.element_size() for place in places)
+            if len(places[0]) * (index + weights.element_size()) < weights.numel() * weights.element_size():
+                self.places = places
+        whole = self.places is None
+        self._before = room_for(weights, offload).copy_(weights) if whole else weights[self.places]
+
+    def put_back(self, weights: torch.Tensor) -> None:
+        if self.places is None:
+            weights.copy_(self._before)
+        else:
+            weights[self.places] = self._before
 
 
 def square(values: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from tests.distributed.worker import STEPS, build, deepspeed_config, microbatch
 REGULARIZATION = 1.0  # without it, three steps make 1e-4 of a difference of 1e-7 (DeepSpeed sums in its own order)
 KPO = {"epsilon": 0.1, "epsilon_high": 0.2}
 TERMS = {"beta": 0.3, "use_adaptive_entropy": True, "entropy_coef": 0.2, "entropy_target": 10.0}
-BAPO = {"bapo_target": 0.45}
+BAPO = {"bapo_target": 0.45, "token_weights_scope": "microbatch"}
 CAPO = {"capo_tau_h": 0.5, "capo_tau_f": 1.0}
 SAMPLER = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}
 # Losses of the ratio

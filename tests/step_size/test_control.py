@@ -99,13 +99,13 @@ def test_steps_reach_the_target_from_any_learning_rate(kind, start):
         assert lines[0]["learning_rate"] == pytest.approx(start * lines[0]["kept"])
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"weight_decay": 0.1, "maximize": True}], ids=str)
 @pytest.mark.parametrize("start", [1e-12, 1e-6, 1e3, 1e30])
-def test_the_first_step_of_sgd_is_of_that_length_and_all_are_sgds_own(start, momentum):
+def test_the_first_step_of_sgd_is_of_that_length_and_all_are_sgds_own(start, settings):
     """To the last bit those of a run with the rates that were found, in which nothing was measured or moved back."""
     own, others = weights(), weights()
-    steps = Steps(torch.optim.SGD(own, lr=start, momentum=momentum))
-    alone = torch.optim.SGD(others, lr=1.0, momentum=momentum)
+    steps = Steps(torch.optim.SGD(own, lr=start, **settings))
+    alone = torch.optim.SGD(others, lr=1.0, **settings)
     for number in range(4):
         (line,) = steps.make(1, gradient=0.3 + number)[number:]
         assert line["kl"] == pytest.approx(TARGET, rel=CLOSE) if not number else line["kl"] <= OVERSHOOT * TARGET

@@ -173,14 +173,21 @@ def test_a_copy_is_kept_where_it_is_small_asked_for_or_needed(monkeypatch):
     parameters = list(optimizer.param_groups[0]["params"])
     for offload in (False, True):
         assert isinstance(way_back_of(torch.optim.SGD(parameters, lr=0.1), offload), SGDSteps)
-    decaying = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1)
-    others = [decaying, torch.optim.Adam(parameters), adamw(torch.bfloat16)[0]]
+    others = [torch.optim.Adam(parameters), adamw(torch.bfloat16)[0]]
     for other in (*others, *(adamw(torch.float32, **{name: True})[0] for name in ("amsgrad", "maximize"))):
         assert isinstance(way_back_of(other), WeightCopy)
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}], ids=str
+    "settings",
+    [
+        {},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "nesterov": True},
+        {"weight_decay": 0.3, "maximize": True},
+        {"weight_decay": 0.3, "momentum": 0.9, "nesterov": True},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_step_of_sgd_is_tried_as_it_will_be_made_and_leaves_no_bit_behind(dtype, settings, monkeypatch):
@@ -214,7 +221,7 @@ def test_a_step_of_sgd_is_tried_as_it_will_be_made_and_leaves_no_bit_behind(dtyp
             torch.testing.assert_close(
                 weight.detach(), value, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * largest
             )
-    assert not way_back._rounded
+    assert not way_back._noted
 
 
 def test_a_step_of_sgd_is_tried_without_a_copy():
@@ -225,5 +232,40 @@ def test_a_step_of_sgd_is_tried_without_a_copy():
     way_back = way_back_of(optimizer)
     way_back.remember()
     way_back.move(1.0)
-    noted = sum(places[0].numel() for places, _ in way_back._rounded)
+    noted = sum(noted.places[0].numel() for noted in way_back._noted)
     assert 0 < noted < 1e-3 * weight.numel()
+
+
+def test_what_is_noted_takes_no_more_memory_than_the_weights():
+    weights = torch.arange(1000.0)
+    for count, is_all in ((0, False), (499, False), (501, True), (1000, True)):
+        wanted = torch.arange(1000) < count
+        noted = taken_back.Noted(weights, wanted)  # a place takes four bytes, as a weight does
+        assert (noted.places is None) == is_all
+        moved = torch.where(wanted, -1.0, weights)
+        noted.put_back(moved)
+        assert torch.equal(moved, weights)
+
+
+@pytest.mark.parametrize("settings", [{}, {"weight_decay": 0.1}], ids=str)
+def test_an_error_on_the_way_leaves_the_weights_as_they_were(settings, monkeypatch):
+    """As where a trial runs out of memory."""
+    weights = [torch.nn.Parameter(torch.rand(7)) for _ in range(5)]
+    for weight in weights:
+        weight.grad = torch.rand(7)
+    before = [weight.detach().clone() for weight in weights]
+    way_back = way_back_of(torch.optim.SGD(weights, lr=0.1, **settings))
+    way_back.remember()
+    added, calls = taken_back._added, []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("no memory")
+        return added(*arguments)
+
+    monkeypatch.setattr(taken_back, "_added", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        way_back.move(1.0)
+    way_back.settle()
+    assert all(map(torch.equal, weights, before))
