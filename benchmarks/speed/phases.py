@@ -82,9 +82,16 @@ METHODS: dict[str, dict[str, Any]] = {
     "euclidean": {"rule": "euclidean"},
     "interacting": {"rule": "interacting"},
     "interacting+skip": {"rule": "interacting", "skip_zero_advantage": True},
+    "interacting+sgd": {"rule": "interacting", "scale": "paper", "optimizer": "sgd", "target_kl": "auto"},
 }
 METHODS |= {f"{name}+lora": {**settings, "lora": 32} for name, settings in METHODS.items()}
-LABELS = {"grpo": "GRPO", ":liger": " with Liger's kernels", "+skip": ", skip_zero_advantage", "+lora": ", LoRA"}
+LABELS = {
+    "grpo": "GRPO",
+    ":liger": " with Liger's kernels",
+    "+skip": ", skip_zero_advantage",
+    "+sgd": ", plain SGD",
+    "+lora": ", LoRA",
+}
 # Logged figures that say what a step had to do
 LOGGED = {
     "completions/mean_length": "tokens",

@@ -101,6 +101,8 @@ def main() -> None:
             if options.output is not None:  # also where the next process breaks off
                 Path(options.output).write_text(json.dumps(figures, indent=1) + "\n")
         print(json.dumps(figures, indent=1))
+        if all("exit" in of_way for of_way in figures.values()):
+            raise SystemExit(1)
     finally:
         shutil.rmtree(folder)
 
