@@ -16,6 +16,7 @@ from .narrow_weights import choice
 from .rules.direction import LastStep
 from .rules.registry import make_rule, rule_names, rule_settings
 from .rules.rule import Rule
+from .settings.optim_args import sgd_settings
 from .settings.ranges import Bound, outside, verify_ranges
 from .settings.types import shown, type_fields, typed
 from .step_size import optimizers
@@ -347,6 +348,8 @@ class ISOPOConfig(GRPOConfig):
                 setattr(self, name, value)
         verify_ranges(vars(self))
         super().__post_init__()
+        if self.optim == "sgd":
+            sgd_settings(self.optim_args)  # raises where transformers would not, or only later
         if self.target_kl is None and self.optim == "sgd" and self.learning_rate == type(self).learning_rate:
             self.target_kl = "auto"  # AdamW's rate is next to none for plain gradient steps
         if self.token_weights is None:

@@ -19,7 +19,7 @@ from trl import GRPOTrainer
 from .advantages import Chain, Generation, Measured, totals
 from .checkpoints import generation, model_card
 from .checkpoints.choice import checkpoint_to_resume
-from .checkpoints.state import OwnState
+from .checkpoints.state import OwnState, described
 from .checkpoints.weights import load_converted, lost_weights
 from .config import ISOPOConfig
 from .integrations import checkpointing, deepspeed, engines, liger, peft_reference, vllm_weights
@@ -48,7 +48,7 @@ from .step_size.gradient import GradientCheck
 from .step_size.measurement import StepKL
 from .step_size.precise_forward import PreciseForward
 from .token_weights import Weighting, ratio_loss
-from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_prompts
+from .trl_seam.batch import REFERENCE_LOGPS, Batch, shuffled_by_group, verify_number, verify_prompts
 from .trl_seam.generation import Generated, Progress, prompts_read_once, samples_at_temperature, without_old_policy
 from .trl_seam.head import scored_rows_alone
 from .trl_seam.loans import borrowed, intercepted, results_noted
@@ -151,6 +151,8 @@ class ISOPOTrainer(GRPOTrainer):
         with peft_reference.base_weights_kept(model):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._refuse_what_the_model_cannot()
+        # As it is given: training puts one of its own in its place
+        self._described_optimizer = described(args, self.optimizer, self.optimizer_cls_and_kwargs)
         # What the model's parameters are, before anything is made of them
         self.shared_weights = None
         if is_colocated(self):
@@ -320,6 +322,10 @@ class ISOPOTrainer(GRPOTrainer):
             except BaseException:
                 self._forget_step()  # of which nothing may be left, learning rates included
                 raise
+
+    def _get_train_sampler(self, dataset=None):
+        verify_number(self.train_dataset if dataset is None else dataset, self.args, self.num_generations)
+        return super()._get_train_sampler(dataset)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         skipping, accelerator = self.skipping, self.accelerator
@@ -626,7 +632,8 @@ class ISOPOTrainer(GRPOTrainer):
         chosen |= {**self.transforms.chosen(), "skip_zero_advantage": self.skipping is not None}
         parts = {"advantages": self.transforms or None, "step_control": self.step_control}
         there = {name: part for name, part in parts.items() if part is not None}
-        return OwnState(self.isopo, chosen, {"token_weights", *self.weighting.kept_on_resume}, there)
+        binding = {"token_weights", *self.weighting.kept_on_resume}
+        return OwnState(self.isopo, chosen, binding, there, self._described_optimizer)
 
     def _load_state(self, checkpoint: Path) -> None:
         state = self._own_state().load(checkpoint)

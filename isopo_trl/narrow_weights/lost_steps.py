@@ -16,10 +16,13 @@ NARROW = (torch.bfloat16, torch.float16)
 # Weights that are looked at, at equal distances
 SAMPLED = 2**20
 _FORMULAS: dict[type, type[SGD] | type[AdamW]] = {torch.optim.SGD: SGD, torch.optim.AdamW: AdamW}
-_REMEDY = (
-    "Set bf16_updates='stochastic' (at some noise) or 'exact' (2 bytes per weight), or train in float32, with "
-    "model_init_kwargs={'dtype': 'float32'} and bf16=True."
+# Below this share of a step, nothing is said
+_NOTHING = 0.005
+_IN_BF16 = "Set bf16_updates='stochastic' (at some noise) or 'exact' (2 bytes per weight), or train in float32, with "
+_IN_FLOAT16 = (
+    "Load the model in bf16 (model_init_kwargs={'dtype': 'bfloat16'}) and set bf16_updates, or train in float32, with "
 )
+_IN_FLOAT32 = "model_init_kwargs={'dtype': 'float32'} and, on a GPU that has it, bf16=True."
 
 
 class LostSteps(TrainerCallback):
@@ -41,7 +44,7 @@ class LostSteps(TrainerCallback):
         if formula is None:
             self._warned = True
             logger.warning(
-                f"Trained weights are in {_named(narrow)}, whose rounding may lose most of a step. {_REMEDY}"
+                f"Trained weights are in {_named(narrow)}, whose rounding may lose most of a step. {_remedy(narrow)}"
             )
             return
         stride = -(-sum(local(p).numel() for _, p in narrow) // SAMPLED)
@@ -61,10 +64,13 @@ class LostSteps(TrainerCallback):
                 return
             self._warned = True
             self._unhook()
+            lost = 1 - along / whole
+            if lost < _NOTHING:
+                return
             logger.warning(
                 f"Trained weights are in {_named(narrow)}, and rounding them to nearest has lost "
-                f"{100 * max(0.0, 1 - along / whole):.3g} % of the first step (measured on {number:.0f} weights, at a "
-                f"learning rate of {max(float(group['lr']) for group, _ in narrow):.3g}). {_REMEDY}"
+                f"{100 * lost:.3g} % of the first step (measured on {number:.0f} weights, at a "
+                f"learning rate of {max(float(group['lr']) for group, _ in narrow):.3g}). {_remedy(narrow)}"
             )
 
         self._hooks = [optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(measure)]
@@ -77,6 +83,11 @@ class LostSteps(TrainerCallback):
 
 def _named(narrow: list[Any]) -> str:
     return " and ".join(sorted({str(p.dtype).removeprefix("torch.") for _, p in narrow}))
+
+
+def _remedy(narrow: list[Any]) -> str:
+    has_float16 = any(p.dtype == torch.float16 for _, p in narrow)  # which bf16_updates refuses
+    return (_IN_FLOAT16 if has_float16 else _IN_BF16) + _IN_FLOAT32
 
 
 def _sample(values: Any, stride: int) -> torch.Tensor:

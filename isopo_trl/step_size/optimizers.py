@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..settings.optim_args import sgd_settings
+
 
 _IN_BACKWARD = "it moves each weight during the backward pass, so that there is no step to measure or take back"
 _BETWEEN = "its weights lie between two other points that it keeps, and would not if they were moved"
@@ -30,7 +32,8 @@ def is_plain(optimizer: Any, args: Any = None) -> bool:
     """Whether steps go along the gradient: by SGD without momentum, given as an object or else by `args.optim`."""
     if optimizer is not None:
         return isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in optimizer.param_groups)
-    return str(getattr(args.optim, "value", args.optim)) == "sgd" and "momentum" not in str(args.optim_args or "")
+    is_sgd = str(getattr(args.optim, "value", args.optim)) == "sgd"
+    return is_sgd and not sgd_settings(args.optim_args)["momentum"]
 
 
 def largest_rate(optimizer: Any, args: Any) -> float:

@@ -44,6 +44,20 @@ def verify_prompts(data: Any, name: str) -> None:
     )
 
 
+def verify_number(data: Any, args: Any, group: Any) -> None:
+    """Raise where a data set has fewer prompts than one generation takes: TRL leaves an incomplete one out."""
+    number, needed = len(data), args.generation_batch_size // group
+    if number >= needed:
+        return
+    raise ValueError(
+        f"train_dataset has {number or 'no'} prompt{'s' * (number != 1)}, and one generation takes {needed} "
+        f"({args.generation_batch_size} completions, num_generations={group} of each prompt), so that not a single "
+        f"step would be made: give at least {needed}, or make a generation smaller, by lower "
+        "gradient_accumulation_steps (steps_per_generation, generation_batch_size), a lower "
+        "per_device_train_batch_size, or fewer processes."
+    )
+
+
 class Batch(dict):
     """
     A copy of the batch that TRL's loss reads: `B` prompts padded on the left, and completions padded on the right to

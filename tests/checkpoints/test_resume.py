@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from isopo_trl import ISOPOConfig
+from isopo_trl.checkpoints.state import described
 from tests import tiny, training
 from tests.checkpoints.interrupted import SETTINGS, cut
 
@@ -64,6 +66,12 @@ def change(folder, **entries):
             {"token_weights": "kpo", "kpo_gain": 0.1},
             ["isopo_state.pt: ", "kpo_gain=None to 0.1", "start a new run"],
         ),
+        ({}, {"optim": "sgd"}, ["isopo_state.pt: ", "optim='adamw_torch' to 'sgd'", "resume with the saved optim"]),
+        (
+            {"optimizer": {"optim": "sgd", "momentum": 0.0, "dampening": 0.0, "nesterov": False}},
+            {"optim": "sgd", "optim_args": "momentum=0.9"},
+            ["isopo_state.pt: ", "(momentum=0.0 to 0.9)", "optim_args", "start a new run"],
+        ),
         ("damage", {}, ["optimizer.pt", "checkpoint-2"]),
     ],
     ids=str,
@@ -101,6 +109,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(bef
         # Without statistics, there is nothing that other weights could contradict
         ("no rule", {"rule": "none", "token_weights": "kpo", "fisher_samples": 3}, ["token_weights='none' to 'kpo'"]),
         ("no optimizer", {}, ["checkpoint-3 has no state of the optimizer"]),
+        ("no optimizer", {"optim": "sgd"}, ["checkpoint-3 has no state of the optimizer"]),
+        ({}, {"optim": "adamw_torch"}, []),
     ],
     ids=str,
 )
@@ -119,3 +129,31 @@ def test_a_run_goes_on_and_says_what_is_different(before, now, expected, folder,
     said = [str(warning.message) for warning in caught if "ISOPO" in str(warning.message)]
     said += [record.getMessage() for record in caplog.records if record.name.startswith("isopo_trl")]
     assert bool(said) == bool(expected) and all(text in " ".join(said) for text in expected), said
+
+
+def own(kind, **settings):
+    model = tiny.model("qwen3")
+    return {"model": model, "options": {"optimizers": (kind(model.parameters(), lr=0.01, **settings), None)}}
+
+
+def test_an_optimizer_of_the_users_resumes_its_own_state_and_no_other(tmp_path):
+    sgd = torch.optim.SGD
+    training.build(tmp_path, **SETTINGS, **own(sgd, momentum=0.9), max_steps=1).train()
+    for other, words in ((own(torch.optim.Rprop), "'sgd' to 'Rprop'"), (own(sgd), "momentum=0.9 to 0")):
+        with pytest.raises(ValueError, match=words):
+            training.build(tmp_path, **SETTINGS, **other, max_steps=2).train(resume_from_checkpoint=True)
+    again = training.build(tmp_path, **SETTINGS, **own(sgd, momentum=0.9), max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    again.args.max_steps = 3
+    again.train(resume_from_checkpoint=True)  # with accelerate's wrapper in its place
+    assert again.state.global_step == 3
+
+
+def test_an_optimizer_is_described_alike_however_it_is_given(tmp_path):
+    parameters = [torch.zeros(2, requires_grad=True)]
+    args = ISOPOConfig(str(tmp_path), **training.SETTINGS, optim="sgd", optim_args="momentum=0.5, nesterov=yes")
+    sgd, settings = torch.optim.SGD, {"momentum": 0.5, "nesterov": True}
+    ways = [(args,), (None, sgd(parameters, lr=1.0, **settings)), (None, None, (sgd, settings))]
+    assert [described(*way) for way in ways] == [{"optim": "sgd", "dampening": 0, **settings}] * 3
+    default = ISOPOConfig(str(tmp_path), **training.SETTINGS)
+    assert described(default) == described(None, torch.optim.AdamW(parameters)) == {"optim": "adamw_torch"}

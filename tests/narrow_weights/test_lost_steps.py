@@ -80,3 +80,28 @@ def test_other_optimizers_get_a_general_sentence_and_wide_weights_none(caplog):
         watched(torch.optim.RMSprop(weights()))
     (record,) = caplog.records
     assert "may lose most of a step" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+def test_weights_in_float16_are_not_sent_to_what_refuses_them(kind, caplog):
+    parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.float16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = kind([parameter], lr=1e-5)
+    with caplog.at_level("WARNING", logger="isopo_trl"):
+        watched(optimizer)
+        optimizer.step()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "float16" in said and "train in float32" in said and "Set bf16_updates=" not in said
+    assert "(model_init_kwargs={'dtype': 'bfloat16'}) and set bf16_updates" in said
+
+
+@pytest.mark.parametrize("rate", [2.0**-3, 2.0**-1])
+def test_of_a_step_of_which_nothing_is_lost_nothing_is_said(rate, caplog):
+    parameter = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=rate)
+    with caplog.at_level("WARNING", logger="isopo_trl"):
+        callback = watched(optimizer)
+        optimizer.step()
+    assert not caplog.records and not callback._hooks

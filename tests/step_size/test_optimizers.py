@@ -1,10 +1,12 @@
 """Optimizers without a step that could be measured, or taken back, are known by their type."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from isopo_trl.step_size.optimizers import refuse, refuse_by_state
+from isopo_trl.step_size.optimizers import is_plain, refuse, refuse_by_state
 
 
 class Lomo(torch.optim.SGD):
@@ -62,3 +64,13 @@ def test_a_rate_of_zero_cannot_be_multiplied_but_a_schedule_may_begin_there():
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0
     refuse(optimizer, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("optim_args", "plain"),
+    [(None, True), ("momentum=0", True), ("momentum=0.0,dampening=0.5", True), ("momentum=0.9", False)],
+    ids=str,
+)
+def test_steps_are_plain_where_there_is_no_momentum_or_one_of_zero(optim_args, plain):
+    assert is_plain(None, SimpleNamespace(optim="sgd", optim_args=optim_args)) == plain
+    assert not is_plain(None, SimpleNamespace(optim="adamw_torch", optim_args=optim_args))

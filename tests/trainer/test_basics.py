@@ -52,6 +52,20 @@ def test_default_arguments_name_a_model_object_by_its_path(tmp_path, monkeypatch
     assert trainer.args.output_dir == "something-ISOPO"
 
 
+@pytest.mark.parametrize(("prompts", "said"), [(0, "no prompts"), (1, "1 prompt,"), (3, "3 prompts")])
+@pytest.mark.parametrize("max_steps", [-1, 2])
+def test_a_run_with_too_few_prompts_for_a_step_is_refused(prompts, said, max_steps, tmp_path):
+    settings = {"gradient_accumulation_steps": 4, "max_steps": max_steps}
+    trainer = training.build(tmp_path, data=tiny.prompts(4).select(range(prompts)), **settings)
+    with pytest.raises(ValueError, match=f"train_dataset has {said}.*one generation takes 4 .*give at least 4"):
+        trainer.train()
+    trainer.evaluate(tiny.prompts(1))
+
+
+def test_as_many_prompts_as_a_generation_takes_are_enough(tmp_path):
+    training.train(training.build(tmp_path, data=tiny.prompts(4), gradient_accumulation_steps=4))
+
+
 def test_iterable_dataset_trains(tmp_path):
     data = tiny.conversational_prompts(6)
     stream = IterableDataset.from_generator(lambda: iter(data.to_list()))

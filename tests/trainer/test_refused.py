@@ -58,6 +58,10 @@ def per_token(folder):
     training.build(folder, kind=PerToken, max_steps=1).train()
 
 
+def too_few_prompts(folder):
+    training.build(folder, data=tiny.prompts(3), gradient_accumulation_steps=4).train()
+
+
 def with_a_batch_norm(model):
     model.model.norm = nn.Sequential(model.model.norm, nn.BatchNorm1d(1))
 
@@ -199,6 +203,7 @@ WORDS = {
     "accelerate's `dynamo_backend`, unless it is `no`": [compiled_by_accelerate],
     "a model spread over devices (`device_map`)": [core(lambda model: model.lm_head.to("meta"))],
     "an advantage per token": [per_token],
+    "a `train_dataset` with fewer prompts than one generation takes": [too_few_prompts],
 }
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,21 @@ def test_vllm_generates_with_the_weights_of_each_step_as_if_they_had_been_sent(t
         assert way["vllm_has_moved"] == [True, False, True]
     compared = figures["copies"]["as_shared"]
     assert compared == {f"step{number}": {"bits": True, "tokens": True, "logps": True} for number in range(4)}
+
+
+@pytest.mark.parametrize(("failing", "code"), [(("shared", "copies"), 1), (("copies",), None)], ids=str)
+def test_it_fails_where_every_way_has_failed(failing, code, importable, tmp_path, monkeypatch):
+    import shared_weights
+
+    def run(way, folder):
+        if way not in failing:
+            (folder / f"{way}.json").write_text("{}")
+        return subprocess.CompletedProcess([], 3 if way in failing else 0)
+
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(shared_weights, "run", run)
+    monkeypatch.setattr(sys, "argv", ["shared_weights.py", "--model", "unused", "--output", str(file)])
+    with pytest.raises(SystemExit) if code else nullcontext() as info:
+        shared_weights.main()
+    assert code is None or info.value.code == code
+    assert {way for way, figures in json.loads(file.read_text()).items() if figures == {"exit": 3}} == set(failing)
