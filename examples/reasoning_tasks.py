@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
-from itertools import count, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 import embedded
@@ -80,6 +80,8 @@ SMALL = {
 }
 # So many instances in a row that were seen before are taken for the end of what a task has
 IN_VAIN = 200
+# What reasoning-gym may raise where it does not take a size or a setting
+NOT_TAKEN = (AssertionError, ValueError, TypeError, KeyError, AttributeError)
 
 
 # Where an answer stands: text of a completion -> answer, None where there is none. Add one of your own
@@ -226,8 +228,11 @@ def settings_by_task(tasks: list[str], given: dict | str | None) -> dict[str, di
     return {task: given.get(task, {}) for task in tasks}
 
 
-def make_task(task: str, settings: dict[str, Any], seed: int):
-    """The task with these settings: its instances by number, and their scores."""
+def make_task(task: str, settings: dict[str, Any], seed: int, needed: int = 2500):
+    """
+    The task with these settings: its instances by number, and their scores. Some tasks make a table of all their
+    instances, so that there are not many more than are `needed`: enough to find so many different ones.
+    """
     known = {
         setting.name: setting for setting in fields(known_tasks()[task][1]) if setting.name not in ("seed", "size")
     }
@@ -241,17 +246,29 @@ def make_task(task: str, settings: dict[str, Any], seed: int):
     for name in settings:
         if name not in known:
             raise ValueError(f"--task_config: {task} has no setting {name!r}{suggestion(name, known)}: {listed}")
+
+    def made(size: int):
+        return reasoning_gym().create_dataset(task, seed=seed, size=size, **settings)
+
+    for size in (max(10_000, 4 * needed), needed):
+        try:
+            return made(size)
+        except NOT_TAKEN as error:
+            refused = error
     try:
-        return reasoning_gym().create_dataset(task, seed=seed, size=10**9, **settings)
-    except (AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
+        made(10)
+    except NOT_TAKEN as error:
         reason = str(error) or "a value is out of its range"
         raise ValueError(f"--task_config: {task} does not take {json.dumps(settings)}: {reason}; {listed}") from error
+    raise ValueError(
+        f"{task} does not make {needed} problems ({refused}): choose a smaller --train_size or --validation_size."
+    ) from refused
 
 
 def different_instances(problems: Any, task: str) -> Iterator[dict[str, Any]]:
     """Instances of a task, none with the question of another, until no new ones are found."""
     seen, in_vain = set(), 0
-    for number in count():
+    for number in range(len(problems)):
         try:
             instance = problems[number]
         except Exception as error:  # of many kinds: settings that only together are impossible
@@ -296,10 +313,10 @@ class Problems:
     """
 
     def __init__(self, tasks: dict[str, dict[str, Any]], seed: int, train: int, held_out: int):
-        self.tasks = {task: make_task(task, settings, seed) for task, settings in tasks.items()}
+        shares = [-(-size // len(tasks)) for size in (train, max(1, held_out))]
+        self.tasks = {task: make_task(task, settings, seed, sum(shares)) for task, settings in tasks.items()}
         self.instances: list[dict[str, Any]] = []
         self.failed: set[str] = set()  # tasks of which a score could not be computed
-        shares = [-(-size // len(tasks)) for size in (train, max(1, held_out))]
         drawn = {task: draw(problems, task, *shares) for task, problems in self.tasks.items()}
         self.counts = {task: tuple(map(len, both)) for task, both in drawn.items()}
         for to_train, _ in drawn.values():  # tasks with few instances have them several times

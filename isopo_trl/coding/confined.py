@@ -1,9 +1,9 @@
 """
 The program of the process in which a completion runs, started by `sandbox.py` as `python -I -S confined.py`.
 
-It reads a job, imports those of `MODULES` that the source names, takes its limits, gives up all system calls but those
-of `CALLS`, says `READY`, and only then runs the source. From there on it answers lines with lines: arguments with what
-the function returns, both as [`literal`] writes them.
+It reads a job, imports those of `MODULES` that the source names, takes its limits, gives up its rights and all system
+calls but those of `CALLS`, says `READY`, and only then runs the source. From there on it answers lines with lines:
+positional and named arguments with what the function returns, as [`literal`] writes them.
 
 A completion has the whole interpreter to itself. It can change any name, including those of this file, and write any
 line. So nothing of what is expected is here, and what comes out is compared by the other side of the pipe.
@@ -20,8 +20,19 @@ MODULES = frozenset(
     "functools hashlib heapq io itertools json math numbers operator os queue random re statistics string struct sys "
     "textwrap threading time types typing unicodedata".split()
 )
-# And what these import or read once they are used
-LATER = {"datetime": ("_strptime",), "collections": ("collections.abc",)}
+# What these import only where a function of theirs needs it: in all of them, or by a word of the source
+ALWAYS = ("unicodedata", "warnings")
+LATER = {
+    "collections": ("collections.abc",),
+    **dict.fromkeys(("most_common", "mode"), ("heapq",)),
+    **dict.fromkeys(("singledispatch", "singledispatchmethod"), ("typing", "weakref")),
+    **dict.fromkeys(("ContextManager", "AsyncContextManager"), ("contextlib",)),
+    **dict.fromkeys(("Match", "Pattern", "expandvars"), ("re",)),
+    "coroutine": ("functools",),
+    "runtime_checkable": ("inspect",),
+    "strptime": ("_strptime",),
+    "UserDict": ("copy",),
+}
 
 # Numbers of system calls (asm/unistd.h) by machine, and its own in the filter (linux/audit.h). They reach the memory
 # of the process, its clock, its signal handlers and its two pipes: no file, no socket, no other process
@@ -30,7 +41,7 @@ CALLS = {
         "architecture": 0xC000003E,
         **{"read": 0, "write": 1, "close": 3, "fstat": 5, "lseek": 8, "mmap": 9, "mprotect": 10, "munmap": 11},
         **{"brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "sched_yield": 24, "mremap": 25},
-        **{"madvise": 28, "getpid": 39, "exit": 60, "gettimeofday": 96, "sigaltstack": 131, "gettid": 186},
+        **{"getpid": 39, "exit": 60, "gettimeofday": 96, "sigaltstack": 131, "gettid": 186},
         **{"time": 201, "futex": 202, "restart_syscall": 219, "clock_gettime": 228, "clock_getres": 229},
         **{"exit_group": 231, "getrandom": 318},
     },
@@ -38,13 +49,15 @@ CALLS = {
         "architecture": 0xC00000B7,
         **{"read": 63, "write": 64, "close": 57, "fstat": 80, "lseek": 62, "mmap": 222, "mprotect": 226},
         **{"munmap": 215, "brk": 214, "rt_sigaction": 134, "rt_sigprocmask": 135, "rt_sigreturn": 139},
-        **{"sched_yield": 124, "mremap": 216, "madvise": 233, "getpid": 172, "exit": 93, "gettimeofday": 169},
+        **{"sched_yield": 124, "mremap": 216, "getpid": 172, "exit": 93, "gettimeofday": 169},
         **{"sigaltstack": 132, "gettid": 178, "futex": 98, "restart_syscall": 128, "clock_gettime": 113},
         **{"clock_getres": 114, "exit_group": 94, "getrandom": 278},
     },
 }
 DEPTH = 100  # of containers within containers
 PLAIN: list = [int, float, str, bytes, complex]
+# Names in the text of numbers that Python has no literals for
+NAMED = {"inf": float("inf"), "nan": float("nan"), "infj": complex(0, float("inf")), "nanj": complex(0, float("nan"))}
 
 
 def literal(value, sort=False, depth=0):
@@ -71,6 +84,17 @@ def literal(value, sort=False, depth=0):
     raise TypeError(f"a {type(value).__name__} is none of Python's own plain values")
 
 
+def read(text):
+    """The plain value whose text this is, as [`literal`] or a person writes it; an error where it is anything else."""
+    import ast
+
+    class Known(ast.NodeTransformer):
+        def visit_Name(self, node):
+            return ast.Constant(NAMED[node.id]) if node.id in NAMED else node
+
+    return ast.literal_eval(Known().visit(ast.parse(text.strip(), mode="eval")))
+
+
 def take_limits(processor_seconds, memory):
     """No more than so many seconds of a processor and bytes of address space; no file of any size, process or core."""
     import resource
@@ -85,6 +109,35 @@ def take_limits(processor_seconds, memory):
         most = resource.getrlimit(what)[1]
         limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(what, (limit, limit))
+
+
+def give_up_rights():
+    """
+    End with the thread that started this process, leave no core file behind, and have no capability, even as root. No
+    program that it might run would have more.
+    """
+    import ctypes
+    import os
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    none = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable: twice 32 of each
+    if libc.capset(header, none):
+        raise OSError(f"capset is refused: {os.strerror(ctypes.get_errno())}")
+    control("PR_SET_PDEATHSIG", 1, 9)
+    control("PR_SET_DUMPABLE", 4, 0)
+    control("PR_SET_NO_NEW_PRIVS", 38, 1)
+
+
+def control(name, *arguments):
+    """Set something of this process (`prctl`); an `OSError` says what is refused, and why."""
+    import ctypes
+    import os
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    if prctl(*arguments, *[0] * (5 - len(arguments))):
+        raise OSError(f"{name} is refused: {os.strerror(ctypes.get_errno())}")
 
 
 def give_up_calls():
@@ -113,20 +166,18 @@ def give_up_calls():
         _fields_ = [("length", ctypes.c_ushort), ("first", ctypes.POINTER(Instruction))]
 
     instructions = (Instruction * len(program))(*[Instruction(*parts) for parts in program])
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     rules = Program(len(program), instructions)
-    for name, *arguments in (
-        ("PR_SET_PDEATHSIG", 1, 9, 0),  # gone with the thread that started it
-        ("PR_SET_NO_NEW_PRIVS", 38, 1, 0),
-        ("PR_SET_SECCOMP", 22, 2, ctypes.addressof(rules)),  # SECCOMP_MODE_FILTER
-    ):
-        if prctl(*arguments, 0, 0):
-            raise OSError(f"{name} is refused: {os.strerror(ctypes.get_errno())}")
+    control("PR_SET_SECCOMP", 22, 2, ctypes.addressof(rules))  # SECCOMP_MODE_FILTER
 
 
-def words(source):
-    return "".join(letter if letter.isalnum() or letter == "_" else " " for letter in source).split()
+def prepare(source):
+    """Import what the source names, and what that imports later."""
+    words = set("".join(letter if letter.isalnum() or letter == "_" else " " for letter in source).split())
+    for name in (*ALWAYS, *MODULES & words):
+        __import__(name)
+    for word in LATER.keys() & words:
+        for name in LATER[word]:
+            __import__(name)
 
 
 def main():
@@ -147,15 +198,14 @@ def main():
         return lines.readline().decode()[:-1]
 
     processor_seconds, memory, source, function, checks = eval(receive())
-    for module in MODULES.intersection(words(source + checks)):
-        for name in (module, *LATER.get(module, ())):
-            __import__(name)
+    prepare(source + checks)
     if checks:
-        from ast import literal_eval
+        __import__("ast")  # for `read`
     try:
         take_limits(processor_seconds, memory)
+        give_up_rights()
         give_up_calls()
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, AttributeError) as error:
         send(ascii(str(error)).encode())
         return
     send(READY)
@@ -163,9 +213,9 @@ def main():
     exec(compile(source, "solution", "exec"), names)
     if checks:
 
-        def candidate(*arguments):
-            send(literal(arguments).encode())
-            return literal_eval(receive())
+        def candidate(*arguments, **named):
+            send(literal((arguments, named)).encode())
+            return read(receive())
 
         names[function] = candidate
         exec(compile(checks, "checks", "exec"), names)
@@ -175,7 +225,8 @@ def main():
     called = names[function]
     while request := receive():
         try:
-            answer = literal(called(*eval(request)), sort=True).encode()
+            arguments, named = eval(request, dict(NAMED))
+            answer = literal(called(*arguments, **named), sort=True).encode()
         except BaseException:
             answer = ERROR
         send(answer)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import random
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -87,22 +88,30 @@ def make_problems(size: int, difficulty: int = 1, seed: int = 0, examples: int =
         seed (`int`, *optional*, defaults to `0`): of the random stream; the same one gives the same problems.
         examples (`int`, *optional*, defaults to `2`): how many of the tests are shown in the docstring.
     """
-    if size < 1 or difficulty < 1 or not 0 <= examples < TESTS:
-        raise ValueError(
-            f"size={size} and difficulty={difficulty} must be at least 1, and examples={examples} 0 to {TESTS - 1}."
-        )
+    for name, value, least, most in (
+        ("size", size, 1, math.inf),
+        ("difficulty", difficulty, 1, math.inf),
+        ("examples", examples, 0, TESTS - 1),
+    ):
+        if not least <= value <= most:
+            expected = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise ValueError(f"{name}={value} must be {expected}.")
     stream = random.Random(f"{seed} {difficulty}")
     problems: dict[str, dict[str, Any]] = {}
     while len(problems) < size:
+        again = 0
         for _ in range(ATTEMPTS):
             task, row = _problem(stream, difficulty, examples)
             if row is not None and task not in problems:
                 problems[task] = row
                 break
+            again += row is not None
         else:
+            # Few steps make few different problems; after many, most results are the same, or a step changes nothing
+            other = "higher" if again > ATTEMPTS // 2 else "lower"
             raise ValueError(
                 f"Only {len(problems)} problems of difficulty {difficulty} were found, not {size}: ask for fewer, or "
-                "for a higher difficulty."
+                f"for a {other} difficulty."
             )
     return Dataset.from_list(list(problems.values()))
 

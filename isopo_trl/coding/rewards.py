@@ -25,7 +25,8 @@ class CodeReward:
         partial (`bool`, *optional*, defaults to `False`): whether the reward is the share of tests that are passed,
             and not 1.0 for all and 0.0 for fewer. Checks written as code are passed as a whole.
         limits ([`~coding.Limits`], *optional*): what one completion may take.
-        processes (`int`, *optional*): how many run at a time. Defaults to the number of processor cores.
+        processes (`int`, *optional*): how many run at a time. Defaults to the number of processor cores
+            that this process may use.
     """
 
     def __init__(self, partial: bool = False, limits: Limits | None = None, processes: int | None = None):
@@ -34,7 +35,7 @@ class CodeReward:
         self.__name__ = "code_reward"  # what TRL logs it under
         self.partial = partial
         self.limits = limits or Limits()
-        self.processes = processes or os.cpu_count() or 1
+        self.processes = processes or cores()
         Confined("", "", self.limits).end()
 
     def __call__(
@@ -53,7 +54,7 @@ class CodeReward:
             head (`list[str]`): column of the dataset: the code that stands before the function's body.
             function (`list[str]`): column of the dataset: the function's name.
             tests (`list`, *optional*): column of the dataset: pairs of arguments and result, as
-                [`~coding.literal`] writes them.
+                [`~coding.literal`] writes them; text that is written by hand, such as `"[1, 2]"`, does as well.
             checks (`list`, *optional*): column of the dataset, in place of `tests`: code that defines
                 `check(candidate)`, as HumanEval has it.
             **kwargs: what else TRL passes; not used.
@@ -73,6 +74,13 @@ class CodeReward:
         if checks:
             return float(passes(program, function, head, checks, self.limits))
         return share_passed(program, function, tests, self.limits, self.partial)
+
+
+def cores() -> int:
+    """Number of processor cores that this process may use, which a container or a job can make fewer."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def as_program(text: str, head: str, function: str) -> str:

@@ -15,16 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .confined import PASSED, READY, literal
+from .confined import PASSED, READY, literal, read
 
 
 PROGRAM = Path(__file__).with_name("confined.py")
+DAY = 24 * 60 * 60
 START = 120  # seconds until a process must have started, on a machine that has much else to do
 REFUSAL = (
     "Completions are not run here, since their process cannot be confined: {reason}. That needs Linux on x86_64 or "
     "aarch64, with seccomp filters, and Python with ctypes. On other systems, a Linux container or virtual machine "
     "has all of it."
 )
+UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)  # what `read` raises
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,11 @@ class Limits:
     What one completion may take.
 
     Args:
-        processor_seconds (`int`): time on a processor, the start of the interpreter (some hundredths) included.
-        seconds (`float`): time by the clock, which ends a completion that waits.
-        memory (`int`): bytes of address space, of which the interpreter takes some tens of millions.
-        answer (`int`): bytes of one answer.
+        processor_seconds (`int`): time on a processor, at most a day, the start of the interpreter (some hundredths)
+            included.
+        seconds (`float`): time by the clock, which ends a completion that waits; at most a day.
+        memory (`int`): bytes of address space, from 64 MiB, which the interpreter needs, to 1 TiB.
+        answer (`int`): bytes of one answer; at most 1 GiB.
     """
 
     processor_seconds: int = 4
@@ -45,15 +48,13 @@ class Limits:
     answer: int = 2**16
 
     def __post_init__(self):
-        if not isinstance(self.processor_seconds, int) or self.processor_seconds < 1:
-            raise ValueError(f"processor_seconds={self.processor_seconds} must be a whole number, at least 1.")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds} must be positive.")
-        if self.memory < 64 * 2**20 or self.answer < 1:
-            raise ValueError(
-                f"memory={self.memory} must be at least 64 MiB ({64 * 2**20}), which the interpreter needs, and "
-                f"answer={self.answer} at least 1."
-            )
+        whole = {"processor_seconds": (1, DAY), "memory": (64 * 2**20, 2**40), "answer": (1, 2**30)}
+        for name, (least, most) in whole.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(f"{name}={value!r} must be a whole number from {least} to {most}.")
+        if not 0 < self.seconds <= DAY:
+            raise ValueError(f"seconds={self.seconds} must be positive, and at most {DAY}, which is a day.")
 
 
 class Ended(Exception):
@@ -148,25 +149,49 @@ class Confined:
 
 
 def share_passed(
-    source: str, function: str, tests: Sequence[tuple[str, str]], limits: Limits, partial: bool = True
+    source: str, function: str, tests: Sequence[Sequence[str]], limits: Limits, partial: bool = True
 ) -> float:
     """
     Share of `tests` that a source's function passes; unless `partial`, 0.0 from the first one that it does not.
 
     Args:
-        tests (`Sequence[tuple[str, str]]`): arguments, and what is to come back, as [`~coding.literal`] writes them.
+        tests (`Sequence[Sequence[str]]`): arguments, and what is to come back, as [`~coding.literal`] writes them,
+            or as a person does.
     """
-    passed = 0
+    passed, exchanges = 0, [in_form(test) for test in tests]
     with Confined(source, function, limits) as process:
         try:
-            for arguments, result in tests:
-                right = process.ask(arguments.encode()) == result.encode()
+            for request, expected in exchanges:
+                right = process.ask(request) == expected
                 passed += right
                 if not (right or partial):
                     return 0.0
         except Ended:
             pass
     return passed / len(tests) if partial or passed == len(tests) else 0.0
+
+
+def in_form(test: Sequence[str]) -> tuple[bytes, bytes]:
+    """What a test sends to a process, and what is to come back, byte for byte: equal values have one text."""
+    if len(test) != 2 or not all(isinstance(text, str) for text in test):
+        raise TypeError(
+            f"{list(test)!r} is no test: give arguments and result, both as text, such as "
+            "[literal((1, 2)), literal(3)], with literal of isopo_trl.coding."
+        )
+    arguments, result = test
+    try:
+        given = read(arguments)
+    except UNREADABLE:
+        request = f"(({arguments}),{{}})"
+    else:
+        if not isinstance(given, list | tuple):
+            raise ValueError(f"The arguments of a test, {arguments}, are no tuple: write ({arguments},).")
+        request = f"({literal(given)},{{}})"
+    try:
+        expected = literal(read(result), sort=True)
+    except UNREADABLE:  # such as a set of sets, which `literal` writes and nothing reads
+        expected = result
+    return request.encode(), expected.encode()
 
 
 def passes(source: str, function: str, head: str, checks: str, limits: Limits) -> bool:

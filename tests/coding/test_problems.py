@@ -79,10 +79,17 @@ def test_problems_are_those_of_their_seed_each_once():
     assert len(set(tasks)) == 200 and {task.count(", then ") for task in tasks} == {2}
     assert all(head.count(">>>") == 2 for head in problems["head"])
     assert all(len({result for _, result in tests}) >= 5 for tests in problems["tests"])
-    with pytest.raises(ValueError, match=r"Only \d+ problems of difficulty 1 were found, not 1000"):
+    with pytest.raises(ValueError, match=r"Only \d+ problems of difficulty 1 were found, not 1000: .* a higher diff"):
         make_problems(1000)
-    with pytest.raises(ValueError, match="difficulty=0"):
-        make_problems(1, difficulty=0)
+    with pytest.raises(ValueError, match=r"Only \d+ problems of difficulty 20 were found, not 1000: .* a lower diff"):
+        make_problems(1000, difficulty=20)
+    for wrong, expected in (
+        ({"size": 0}, "size=0 must be at least 1."),
+        ({"difficulty": 0}, "difficulty=0 must be at least 1."),
+        ({"examples": 10}, "examples=10 must be from 0 to 9."),
+    ):
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            make_problems(**{"size": 1, **wrong})
 
 
 def test_prompts_are_messages_or_what_a_completion_goes_on_from():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isopo_trl.coding import CodeReward, as_program
+from isopo_trl.coding import CodeReward, as_program, literal, rewards
 from tests.coding.confinement import confines
 from tests.coding.test_sandbox import PLENTY
 
@@ -38,6 +38,23 @@ def test_completions_are_rewarded_one_by_one():
     assert reward(empty, [HEAD] * 2, ["f"] * 2, [TESTS] * 2) == [0.0, 0.0]
     checks = ["def check(candidate):\n    assert candidate(1) == 2\n"] * 2
     assert reward([WHOLE, "    return 1"], [HEAD] * 2, ["f"] * 2, checks=checks) == [1.0, 0.0]
+
+
+@confines
+def test_a_dictionary_is_expected_as_the_documentation_writes_it():
+    body = "    return {'b': 1, 'a': 2}"
+    tests = [[literal((1,)), literal({"b": 1, "a": 2})]]
+    assert CodeReward(limits=PLENTY)([body], [HEAD], ["f"], [tests]) == [1.0]
+    with pytest.raises(TypeError, match="both as text"):
+        CodeReward(limits=PLENTY)([body], [HEAD], ["f"], [[["(1,)", 2]]])
+
+
+@confines
+def test_as_many_run_at_a_time_as_there_are_cores_for_this_process(monkeypatch):
+    monkeypatch.setattr(rewards.os, "sched_getaffinity", lambda process: {0, 3, 5})
+    assert CodeReward().processes == 3 and CodeReward(processes=2).processes == 2
+    monkeypatch.delattr(rewards.os, "sched_getaffinity")
+    assert CodeReward().processes == rewards.os.cpu_count()
 
 
 def test_no_process_is_no_number_of_processes():

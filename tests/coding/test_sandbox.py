@@ -1,6 +1,8 @@
 """A completion gets the reward that its answers deserve, and nothing else comes of it, whatever it tries."""
 
 import os
+import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from isopo_trl.coding import Limits, sandbox
-from isopo_trl.coding.confined import CALLS, literal
-from isopo_trl.coding.sandbox import Confined, passes, share_passed
+from isopo_trl.coding.confined import CALLS, MODULES, literal, read
+from isopo_trl.coding.sandbox import Confined, in_form, passes, share_passed
 from tests.coding.confinement import confines
 
 
@@ -42,6 +44,7 @@ ATTEMPTS = {
     "much_memory_bit_by_bit": "x = []\nwhile True: x.append(bytearray(2**20))",
     "take_more_memory": "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))",
     "shared_memory": LIBC + "assert libc.shmget(0, 4096, 0o1666) >= 0",
+    "advice_on_memory": LIBC + "assert libc.madvise(None, 0, 4) == 0",
     "file_in_memory": "import os; os.memfd_create('x')",
     "write_a_file": "open({file!r}, 'a').write('x')",
     "make_a_file": "open({file!r} + '.new', 'w')",
@@ -101,9 +104,40 @@ def test_right_functions_pass(traces):
     assert share_passed(printing, "f", TESTS, PLENTY) == 1.0
     recursive = "def f(x):\n    return 1 if x == 0 else 1 + f(x - 1)\n"
     assert share_passed(recursive, "f", [("(300,)", "301")], PLENTY) == 1.0
+    large = "def f(x):\n    y = [bytearray(2**20) for _ in range(300)]\n    del y[::2]\n    return x + len(y) - 149\n"
+    assert share_passed(large, "f", TESTS, PLENTY) == 1.0
     standard = "from datetime import datetime\nimport random, hashlib\n\ndef f(x):\n    random.random()\n"
     standard += "    return hashlib.md5(str(datetime.strptime(x, '%Y').year).encode()).hexdigest()\n"
     assert share_passed(standard, "f", [("('2020',)", "'7b7a53e239400a13bd6be6c91c4f6c4e'")], PLENTY) == 1.0
+
+
+# What modules import only once a function of theirs is called
+LATER = {
+    "collections.Counter(x).most_common(1)": ("'aab'", [("a", 2)]),
+    "statistics.mode(x)": ("[3, 1, 3]", 3),
+    "functools.singledispatch(len)(x)": ("'abc'", 3),
+    "time.strptime(x, '%Y').tm_year": ("'2020'", 2020),
+    "datetime.datetime.strptime(x, '%Y').year": ("'2020'", 2020),
+    "x + '\\N{DEGREE SIGN}'": ("'20'", "20\u00b0"),
+    "re.findall('\\\\N{DEGREE SIGN}', x)": ("'20\u00b0'", ["\u00b0"]),
+    "re.findall('[[a]', x)": ("'ab'", ["a"]),  # which warns
+    "collections.UserDict(a=x).copy()['a']": ("1", 1),
+    "isinstance(x, typing.runtime_checkable(type('P', (typing.Protocol,), {})))": ("1", True),
+    "bool(typing.Pattern) and x": ("1", 1),
+    "os.path.expandvars(x)": ("'$none'", "$none"),
+    "calendar.monthrange(x, 2)[1]": ("2020", 29),
+    "str(fractions.Fraction(decimal.Decimal(x)))": ("'0.5'", "1/2"),
+    "x.encode('utf-16').decode('utf-16').encode('latin-1').decode('ascii')": ("'a'", "a"),
+}
+
+
+@confines
+@pytest.mark.parametrize("expression", LATER)
+def test_what_modules_import_later_is_there(expression):
+    argument, result = LATER[expression]
+    modules = set(re.findall(r"\w+", expression)) & MODULES
+    source = "".join(f"import {name}\n" for name in modules) + f"def f(x):\n    return {expression}\n"
+    assert share_passed(source, "f", [(f"({argument},)", literal(result))], PLENTY) == 1.0
 
 
 @confines
@@ -149,7 +183,7 @@ def test_no_answer_is_right_but_the_right_one(name, traces):
 @confines
 def test_who_waits_is_ended_by_the_clock(traces):
     limits = Limits(processor_seconds=60, seconds=0.3)
-    for waiting in ("lock = __import__('threading').Lock()\nwith lock, lock: pass", "__import__('os').read(3, 9)"):
+    for waiting in ("lock = __import__('threading').Lock()\nwith lock, lock: pass", "__import__('os').read(3, 99)"):
         assert share_passed(f"{waiting}\n{RIGHT}", "f", TESTS, limits) == 0.0
     # More is asked than the pipe takes, and nothing is read
     with Confined("lock = __import__('threading').Lock()\nwith lock, lock: pass", "f", limits) as process:
@@ -190,6 +224,73 @@ def check(candidate):
 
 
 @confines
+def test_numbers_without_a_literal_and_named_arguments_are_passed_on():
+    echo = "def f(x, *more, y=0, **others):\n    return x, y, more, others\n"
+    checks = """
+from math import copysign, inf, isnan, nan
+
+def check(candidate):
+    assert candidate(1, y=2) == (1, 2, (), {}) and candidate(y=1, x=2) == (2, 1, (), {})
+    assert candidate(1, 2, 3, z=[4]) == (1, 0, (2, 3), {"z": [4]})
+    (x, y, *_), (z, *_) = candidate(-inf, y=inf), candidate(complex(-inf, inf))
+    assert (x, y) == (-inf, inf) and z == complex(-inf, inf) and copysign(1, candidate(-0.0)[0]) == -1
+    x, y, *_ = candidate([nan], y=complex(1, nan))
+    assert isnan(x[0]) and y.real == 1 and isnan(y.imag)
+"""
+    assert passes(echo, "f", "", checks, PLENTY)
+    assert not passes("def f(x):\n    return x\n", "f", "", checks, PLENTY)
+    numbers = [literal((value,)) for value in (float("inf"), float("-inf"), float("nan"), complex("-inf+nanj"))]
+    tests = [*((text, text) for text in numbers), ("(float('inf'), )", "(inf, )")]
+    assert share_passed("def f(x):\n    return (x,)\n", "f", tests, PLENTY) == 1.0
+
+
+@confines
+def test_a_result_is_expected_however_it_is_written():
+    returning = "def f(x):\n    return eval(x)\n"
+    for answer, result in (
+        ("{'b': 1, 'a': [{'d': 1, 'c': 2}]}", literal({"b": 1, "a": [{"d": 1, "c": 2}]})),
+        ("[1, 2]", "[1, 2]"),
+        ("(1, 'a')", ' (1, "a")\n'),
+        ("{3, 20}", "{20, 3}"),
+        ("-1.5", "-1.50"),
+        ("[float('-inf'), float('nan')]", "[-inf, nan]"),
+        ("{frozenset({1})}", literal({frozenset({1})})),
+    ):
+        assert share_passed(returning, "f", [(literal((answer,)), result)], PLENTY) == 1.0, result
+    for answer, result in (("(1, 2)", "[1, 2]"), ("True", "1"), ("1", "1.0"), ("'[1, 2]'", "[1, 2]")):
+        assert share_passed(returning, "f", [(literal((answer,)), result)], PLENTY) == 0.0, result
+
+
+def test_a_test_that_is_none_is_an_error():
+    for test in (["(1,)", 2], [(1,), "2"], ["(1,)", None], ["(1,)", "2", "3"]):
+        with pytest.raises(TypeError, match="is no test: .* both as text"):
+            in_form(test)
+    with pytest.raises(ValueError, match=r"arguments of a test, 1, are no tuple: write \(1,\)"):
+        in_form(["1", "2"])
+    assert in_form(["(\n1, {'b': 2, 'a': 3})", "x"]) == (b"((1,{'b':2,'a':3},),{})", b"x")
+
+
+def test_the_same_calls_are_allowed_on_all_machines():
+    x86, arm = (set(CALLS[machine]) for machine in ("x86_64", "aarch64"))
+    assert x86 - arm == {"time"} and not arm - x86  # which arm64 has only as clock_gettime
+
+
+@confines
+def test_a_process_has_no_capability():
+    with Confined(RIGHT, "f", PLENTY) as process:
+        status = Path(f"/proc/{process.process.pid}/status").read_text().split("\n")
+    found = dict(line.split(":\t") for line in status if line.startswith("Cap"))
+    assert {int(found[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {0}
+
+
+@confines
+def test_a_process_leaves_no_core_file():
+    program = "import ctypes, confined; confined.give_up_rights(); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    command = [sys.executable, "-c", program]  # 3 is PR_GET_DUMPABLE
+    assert subprocess.run(command, cwd=sandbox.PROGRAM.parent, capture_output=True, text=True).stdout == "0\n"
+
+
+@confines
 def test_a_process_ends_with_the_thread_that_started_it():
     started = []
     thread = threading.Thread(target=lambda: started.append(Confined(RIGHT, "f", PLENTY)))
@@ -215,11 +316,24 @@ def test_where_a_process_cannot_be_confined_nothing_runs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"processor_seconds": 0.5}, {"processor_seconds": 0}, {"seconds": 0}, {"memory": 2**20}, {"answer": 0}]
+    "setting",
+    [
+        *({"processor_seconds": value} for value in (0.5, 0, 1e3, 10**30)),
+        *({"seconds": value} for value in (0, -1, 1e7, float("inf"), float("nan"))),
+        *({"memory": value} for value in (2**20, 1e9, 2**63)),
+        *({"answer": value} for value in (0, 1e4, 2**40)),
+    ],
 )
-def test_limits_that_no_completion_could_keep_are_refused(setting):
-    with pytest.raises(ValueError, match=next(iter(setting))):
+def test_limits_that_no_process_could_have_are_refused(setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be ")):
         Limits(**setting)
+
+
+@confines
+def test_the_widest_limits_can_be_had():
+    widest = Limits(processor_seconds=24 * 3600, seconds=24 * 3600, memory=2**40, answer=2**30)
+    assert share_passed(RIGHT, "f", TESTS, widest) == 1.0
 
 
 def test_a_literal_is_read_back_as_what_it_was():
@@ -230,6 +344,7 @@ def test_a_literal_is_read_back_as_what_it_was():
     for value in values:
         text = literal(value)
         assert literal_eval(text) == value and type(literal_eval(text)) is type(value) and text.isascii()
+        assert read(text) == value and type(read(text)) is type(value)
         assert "\n" not in text
     assert literal({"b": 1, "a": 2}) == "{'b':1,'a':2}" and literal({"b": 1, "a": 2}, sort=True) == "{'a':2,'b':1}"
     assert literal({3, 20, 1}) == literal({20, 1, 3}) and literal([True]) != literal([1])
@@ -237,3 +352,6 @@ def test_a_literal_is_read_back_as_what_it_was():
     assert literal([number(3)]) == "[3,]"
     with pytest.raises(TypeError, match="object"):
         literal([object()])
+    for text in ("x", "print(1)", "inf()", "nan.real", "1 if inf else 2", "[inf for inf in (1,)]"):
+        with pytest.raises(ValueError, match="malformed"):
+            read(text)

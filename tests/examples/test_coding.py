@@ -54,11 +54,28 @@ def test_a_run_trains_on_functions_and_validates_with_others(coding, tmp_path, c
     assert "functions in Python" in capfd.readouterr().out
 
 
+@confines
+def test_a_run_that_would_make_no_step_is_refused(coding, tmp_path, capfd):
+    sizes = ["--per_device_train_batch_size=4", "--num_generations=2", "--train_size=1", "--validation_size=0"]
+    model = f"--model_name_or_path={tiny.save(tmp_path / 'model', 'qwen3')}"
+    for trainer in ("isopo", "grpo"):
+        plain = ["--plain_text=true", f"--trainer={trainer}", f"--output_dir={tmp_path / 'out'}"]
+        capfd.readouterr()
+        assert coding.main([model, *sizes, *plain]) == 2
+        (said,) = capfd.readouterr().err.splitlines()
+        assert re.match("coding.py: --train_size 1 is too few: .* one generation takes 2 .*: give at least 2", said)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--expression=true", "--plain_text=false"], "--expression needs --plain_text"),
         (["--validation=mbpp"], "--validation mbpp is unknown"),
+        (["--train_size=0"], "--train_size 0 must be at least 1"),
+        (["--train_size=-3"], "--train_size -3 must be at least 1"),
+        (["--difficulty=0"], "--difficulty 0 must be at least 1"),
+        (["--processor_seconds=0"], "--processor_seconds 0 must be at least 1"),
+        (["--examples=10"], "--examples 10 must be from 0 to 9"),
         pytest.param(["--train_size=100000"], "Only .* problems of difficulty 1", marks=confines),
         pytest.param([], "not run here", marks=pytest.mark.skipif(not REASON, reason="completions can be confined")),
     ],

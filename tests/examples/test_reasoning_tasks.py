@@ -124,6 +124,26 @@ def test_problems_are_mixed_the_same_for_a_seed_and_none_is_in_both_sets(script)
     assert script.Problems({"chain_sum": EASY}, 0, 90, 10).held_out["question"] == of_sums
 
 
+def test_tasks_that_make_a_table_of_all_their_problems_can_be_used(script):
+    tasks = ("acre", "gsm_symbolic", "list_functions", "word_ladder")
+    problems = script.Problems({task: {} for task in tasks}, 0, train=8, held_out=4)
+    assert problems.counts == {task: (2, 1) for task in tasks}
+    for row in problems.train:
+        answer = problems.instances[row["instance"]]["answer"]
+        assert problems.score(answer, row["task"], row["instance"]) == 1
+
+
+def test_a_task_ends_where_its_table_does(script):
+    problems = script.make_task("list_functions", {}, 0, 2600)
+    assert len(problems) == 10_400 and len(script.make_task("word_ladder", {}, 0, 6000)) == 6000
+    table = [{"question": f"{number} + 1"} for number in range(3)]
+    assert list(script.different_instances(table, "sums")) == table
+    with pytest.raises(
+        ValueError, match="^word_ladder does not make 20001 .* smaller --train_size or --validation_size"
+    ):
+        script.make_task("word_ladder", {}, 0, 20_001)
+
+
 def test_a_task_without_enough_problems_is_refused(script):
     with pytest.raises(ValueError, match="count_bits has 1 different problems .* at least 2 are needed"):
         script.Problems({"count_bits": {"min_n": 5, "max_n": 5}}, 0, 10, 10)
@@ -189,6 +209,16 @@ def test_a_score_out_of_range_is_an_error_and_an_answer_that_cannot_be_scored_is
 
 
 # A run
+
+
+def test_a_run_that_would_make_no_step_is_refused(script, tmp_path, capsys):
+    sizes = ["--per_device_train_batch_size=4", "--num_generations=2", "--train_size=1", "--validation_size=0"]
+    model = tiny.save(tmp_path / "model", "qwen3")
+    arguments = [f"--model_name_or_path={model}", *sizes, f"--output_dir={tmp_path / 'out'}", "--tasks", "gcd"]
+    for trainer in ("isopo", "grpo"):
+        assert script.main([*arguments, f"--trainer={trainer}"]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "reasoning_tasks.py: --train_size 1 is too few: train_dataset has 1 prompt, and one " in said
 
 
 def test_a_run_leaves_a_model_and_says_what_became_of_each_task(script, tmp_path, capfd):
