@@ -253,6 +253,18 @@ def test_steps_that_are_lost_in_rounding_are_neither_shortened_nor_learned_from(
     assert all(line["kept"] == 1 for line in run(3e-3, TARGET / 10, multiple=1e-2))
 
 
+def test_an_automatic_target_that_is_not_known_yet_is_not_said_to_be_less_than_rounding(caplog):
+    """As in a first step whose completions are all masked; the warning, which is given once, is kept for later."""
+    steps = Steps(torch.optim.SGD(weights(), lr=1e-2), rounding=50 * TARGET)
+    steps.control.size.target = 0.0
+    with caplog.at_level(logging.WARNING):
+        steps.make(1)
+        assert not any("rounding" in record.message for record in caplog.records)
+        steps.control.size.target = TARGET
+        steps.make(1)
+    assert any("rounding" in record.message for record in caplog.records)
+
+
 # In a training run
 
 

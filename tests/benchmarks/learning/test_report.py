@@ -189,12 +189,13 @@ def test_the_page_in_the_repository_is_that_of_its_results(module, tmp_path, mon
     from matplotlib.text import Text
     from matrix import Matrix, Run, read_results
 
-    own, cards = report_figures.card, []
+    own, cards, titles = report_figures.card, [], []
 
     @contextlib.contextmanager
     def kept(*arguments):
         with own(*arguments) as figure:
             cards.append(figure)
+            titles.append(arguments[2])
             yield figure
 
     monkeypatch.setattr(report_figures, "card", kept)
@@ -221,6 +222,11 @@ def test_the_page_in_the_repository_is_that_of_its_results(module, tmp_path, mon
         drawn = figure.get_tightbbox()  # in inches
         assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= WIDTH and drawn.y1 <= figure.get_figheight()
     assert len(cards) == len(pictures)
+    # As many comparisons as there are, by which one that leaves zero out is judged
+    (counted,) = filter(None, (re.search(r"\d+ of (\d+) intervals contain zero", title) for title in titles))
+    said = (ROOT / "docs" / "results.md").read_text()
+    assert f"{counted[0]}](" in said and f"Of the {counted[1]} differences" in said
+    assert f"one of [{counted[1]} comparisons](" in (ROOT / "README.md").read_text()
 
 
 def test_prompts_that_differ_between_methods_of_a_seed_are_an_error(module, report, many, capsys, monkeypatch):
